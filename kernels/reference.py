@@ -1,0 +1,150 @@
+"""The kernels in NumPy: the definition of every operation, and the fallback where the C extension is missing.
+
+The contract, the same as in native.c: `kvd_kernels.ops` has checked types, shapes, contiguity and overlap; a
+function returns -1 when the work is done, or the flat position of the first entry that is refused, and then
+nothing has been written.
+
+Indices and masks may lie in memory that somebody else writes at the same time. NumPy checks all indices and then reads
+them again, so every function first takes a copy, and checks and uses that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Index = NDArray[np.int32] | NDArray[np.int64]
+
+
+def _first(bad: NDArray[np.bool_]) -> int:
+    """The flat position of the first True, or -1."""
+    return int(bad.argmax()) if bad.any() else -1
+
+
+def _rows(memory: Bytes, entry_bytes: int) -> NDArray[np.void]:
+    """Entries as opaque items: NumPy copies each in one piece, twice as fast as rows of bytes."""
+    return memory.view(f"V{entry_bytes}")
+
+
+def overlap(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Whether two contiguous arrays share memory."""
+    return np.may_share_memory(a, b)
+
+
+def partition(
+    index: NDArray[np.int32],
+    mask: NDArray[np.int8],
+    heads: int,
+    out: NDArray[np.int32],
+    counts: NDArray[np.int32],
+) -> int:
+    """Stable partition of each row of `index` (B·heads, k): mask 2 first, then mask 1 (SmartGen, algorithm 1).
+
+    Two boolean selections instead of the paper's sort: each keeps the row-major order, so the partition is stable.
+    """
+    index = index.copy()  # also since out may be index itself
+    batch, tokens = mask.shape
+    outside = (index < 0) | (index >= tokens)
+    safe = np.where(outside, 0, index).reshape(batch, -1)
+    values = np.take_along_axis(mask, safe, axis=1).reshape(index.shape)
+    bad = _first(outside | ((values != 1) & (values != 2)))
+    if bad >= 0:
+        return bad
+    remote = values == 2
+    count = remote.sum(axis=1, dtype=np.int32)
+    head = np.arange(index.shape[1]) < count[:, None]
+    out[head] = index[remote]
+    out[~head] = index[~remote]
+    counts[:] = count
+    return -1
+
+
+def token_entries(index: NDArray[np.int32], tokens: int, heads: int, out: NDArray[np.int64]) -> int:
+    """Flat entry (b·tokens + t)·heads + h for each token position t in row b·heads + h of `index`."""
+    index = index.copy()
+    bad = _first((index < 0) | (index >= tokens))
+    if bad >= 0:
+        return bad
+    row = np.arange(index.shape[0], dtype=np.int64)[:, None]
+    np.multiply(index, np.int64(heads), out=out)
+    out += row // heads * (tokens * heads) + row % heads
+    return -1
+
+
+def gather(source: Bytes, entry_bytes: int, index: Index, out: Bytes, to: Index | None) -> int:
+    """``out[i] = source[index[i]]``, or ``out[to[i]] = source[index[i]]``.
+
+    A refused entry of `to` is reported as len(index) + its position.
+    """
+    entries, result = _rows(source, entry_bytes), _rows(out, entry_bytes)
+    index = index.astype(np.intp)  # a copy, in the type that NumPy would convert to
+    bad = _first((index < 0) | (index >= len(entries)))
+    if bad >= 0:
+        return bad
+    if to is None:
+        np.take(entries, index, out=result, mode="clip")  # "raise", the default, would copy through a buffer
+        return -1
+    to = to.astype(np.intp)
+    bad = _first((to < 0) | (to >= len(result)))
+    if bad >= 0:
+        return len(index) + bad
+    result[to] = np.take(entries, index, mode="clip")
+    return -1
+
+
+def scatter(values: Bytes, entry_bytes: int, index: Index, target: Bytes) -> int:
+    """``target[index[i]] = values[i]``; of an entry named twice the last value stays."""
+    entries = _rows(target, entry_bytes)
+    index = index.astype(np.intp)
+    bad = _first((index < 0) | (index >= len(entries)))
+    if bad >= 0:
+        return bad
+    entries[index] = _rows(values, entry_bytes)
+    return -1
+
+
+def copy_runs(source: Bytes, target: Bytes, descriptors: NDArray[np.int64]) -> int:
+    """``target[t : t + n] = source[s : s + n]`` for each descriptor (s, t, n), one after another."""
+    runs = descriptors.tolist()  # Python integers: read once, and offset + length cannot wrap
+    for i, (s, t, n) in enumerate(runs):
+        if min(s, t, n) < 0 or s + n > source.size or t + n > target.size:
+            return i
+    for s, t, n in runs:
+        target[t : t + n] = source[s : s + n]  # NumPy copies overlapping slices as memmove does
+    return -1
+
+
+def accumulate(
+    index: NDArray[np.int32],
+    counts: NDArray[np.int64] | NDArray[np.float64],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    skip_beyond: bool,
+) -> int:
+    """Add one to cell ``(t - start) * cells // length`` for each position t, row-major (SmartGen, equation
+    1).
+
+    `index` (rows, k); `starts` and `lengths` (sequences,), rows divided evenly among the sequences; `counts`
+    (cells,), shared by all sequences, or (sequences, cells). Positions from `length` on are skipped with
+    `skip_beyond`.
+    """
+    cells = counts.shape[-1]
+    sequence = np.arange(index.shape[0]) // (index.shape[0] // len(starts))
+    length = lengths[sequence][:, None]
+    position = index - starts[sequence][:, None]  # the only look at index
+    beyond = position >= length
+    bad = position < 0  # starts are not negative
+    if not skip_beyond:
+        bad |= beyond
+    if bad.any():
+        return int(bad.argmax())
+    cell = position * cells // length
+    if counts.ndim == 2:
+        cell += sequence[:, None] * cells
+    # One by one and in order, since that is what decides the last bit of a count that is not whole (decayed,
+    # say).
+    np.add.at(counts.reshape(-1), cell[~beyond], 1)
+    return -1
