@@ -1,0 +1,353 @@
+"""The local API: messages between an inference process and its node's daemon, their framing, and the shared ring.
+
+This is the only definition of the API; the daemon imports it from here. A frame is a 4-byte little-endian length
+and that many bytes of msgpack, holding a map with a ``type`` key. msgpack checks the bytes against hard limits
+(:func:`unpack`), then msgspec checks the types (:func:`decode_request`, :func:`decode_reply`).
+
+The client speaks first (:class:`Hello`); the daemon answers each request with one reply that carries the request's
+``id``. Replies with ``id`` 0 are unasked: :class:`Ended`. File descriptors travel by SCM_RIGHTS with the frame's
+first byte; the messages say how many belong to them.
+
+Version history: 1, first version.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+
+from kvd_client.errors import ProtocolError
+from kvd_client.spec import KVSpec, TokenRange
+
+T = TypeVar("T")
+
+PROTOCOL_VERSION = 1
+MAX_FRAME = 1 << 20
+MAX_DEPTH = 16
+LENGTH = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, kw_only=True, tag_field="type", forbid_unknown_fields=True):
+    """Base of all messages. ``id`` pairs a reply with its request; 0 where there is nothing to pair."""
+
+    id: int = 0
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """First message of a connection."""
+
+    version: int
+    name: str = ""
+    """What the process calls itself, for status and logs."""
+
+
+class OpenSource(Message, tag="open_source"):
+    """Open one rank of a transfer as its source. Answered by :class:`Opened` as soon as memory is reserved."""
+
+    request: str
+    spec: KVSpec
+    lengths: list[int]
+    """Prompt tokens of each row."""
+    capacity: int
+    """Tokens for which each row has room; at least ``max(lengths)``."""
+    rank: int = 0
+    ranks: int = 1
+    head_start: int = 0
+    head_count: int = 0
+    """0 means all heads of the spec."""
+    sink: str = ""
+    """Node id to announce the transfer to; empty: the sink finds this node by itself."""
+    deadline_s: float = 0.0
+    """Seconds until the transfer must be delivered; 0: the daemon's default."""
+
+
+class OpenSink(Message, tag="open_sink"):
+    """Open one rank of a transfer as its sink; fields as in :class:`OpenSource`."""
+
+    request: str
+    spec: KVSpec
+    lengths: list[int]
+    capacity: int
+    rank: int = 0
+    ranks: int = 1
+    head_start: int = 0
+    head_count: int = 0
+    source: str = ""
+    """Node id of the source; empty: wait until a source announces the request to this node."""
+    handle: str = ""
+    """The source's handle, when its request id is another one; carries the source's node id."""
+    held: list[TokenRange] = []
+    """Tokens that this process has already, in every layer; they are never sent."""
+    deadline_s: float = 0.0
+
+
+class Finish(Message, tag="finish"):
+    """Source: every layer of every row has been rung; answered by :class:`Ok`. Anything missing is an error."""
+
+    transfer: int
+
+
+class Release(Message, tag="release"):
+    """Give the memory back, ending the transfer if it still runs. Does nothing the second time."""
+
+    transfer: int
+
+
+class Abort(Message, tag="abort"):
+    """End the transfer on both sides with ``ABORTED``; the memory stays mapped until :class:`Release`."""
+
+    transfer: int
+    reason: str = ""
+
+
+class Reject(Message, tag="reject"):
+    """Tell a source that nobody will fetch its transfer, which this node has not opened (and will not)."""
+
+    handle: str = ""
+    request: str = ""
+    source: str = ""
+    reason: str = ""
+
+
+class GetStatus(Message, tag="get_status"):
+    """Ask for the daemon's status, answered by :class:`Status`."""
+
+
+# --- replies ------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome"):
+    """Answer to :class:`Hello`, with three descriptors: the ring's memfd, the eventfd that wakes the daemon,
+    and the eventfd by which the daemon wakes the process."""
+
+    version: int
+    node: str
+    boot: str
+    descriptors: int = 3
+
+
+class Opened(Message, tag="opened"):
+    """The transfer exists; with one descriptor, the memfd that holds the lease."""
+
+    transfer: int
+    handle: str
+    slot: int
+    """Index of the transfer's :data:`SLOT` in the ring's memory."""
+    offset: int
+    """Where the lease begins in the memfd: a multiple of the page size."""
+    nbytes: int
+    generation: int
+    descriptors: int = 1
+
+
+class Ok(Message, tag="ok"):
+    """Done."""
+
+
+class Failure(Message, tag="failure"):
+    """The request failed; ``code`` is one of :mod:`kvd_client.errors`."""
+
+    code: str
+    message: str
+    fields: dict[str, Any] = {}
+
+
+class Ended(Message, tag="ended"):
+    """A transfer has ended: ``code`` is ``OK`` when delivered, an error's code otherwise. Sent once for each."""
+
+    transfer: int
+    code: str
+    message: str = ""
+    fields: dict[str, Any] = {}
+
+
+class TransferStatus(msgspec.Struct, kw_only=True):
+    """One part of a transfer, as ``kvd status`` shows it."""
+
+    transfer: int
+    request: str
+    role: str
+    state: str
+    peer: str
+    rank: int
+    ranks: int
+    bytes_total: int
+    bytes_done: int
+    age_s: float
+
+
+class PeerStatus(msgspec.Struct, kw_only=True):
+    node: str
+    address: str
+    state: str
+    """``connected``, ``connecting``, ``down``."""
+    boot: str = ""
+    fabric: str = ""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    error: str = ""
+
+
+class MemoryStatus(msgspec.Struct, kw_only=True):
+    """Bytes of the pool."""
+
+    limit: int
+    registered: int
+    in_use: int
+    leases: int
+    huge_pages: bool
+
+
+class Status(Message, tag="status"):
+    """The daemon at one moment."""
+
+    node: str
+    boot: str
+    version: str
+    pid: int
+    uptime_s: float
+    health: str
+    """``ok`` or ``degraded``; :attr:`reasons` says why."""
+    reasons: list[str]
+    fabric: str
+    kernels: str
+    listen: str
+    socket: str
+    clients: int
+    draining: bool
+    memory: MemoryStatus
+    peers: list[PeerStatus]
+    transfers: list[TransferStatus]
+    counters: dict[str, int]
+
+
+Request = Hello | OpenSource | OpenSink | Finish | Release | Abort | Reject | GetStatus
+Reply = Welcome | Opened | Ok | Failure | Ended | Status
+
+
+# --- framing ------------------------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> bytes:
+    """A message as one frame; raises :class:`ProtocolError` if it exceeds :data:`MAX_FRAME`."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit of {MAX_FRAME}; "
+            "split the request",
+            size=len(body),
+        )
+    return LENGTH.pack(len(body)) + body
+
+
+def unpack(body: bytes | bytearray | memoryview) -> Any:
+    """msgpack bytes to plain objects under hard limits; raises :class:`ProtocolError` on anything else."""
+    try:
+        tree = msgpack.unpackb(
+            body,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=1 << 16,
+            max_bin_len=MAX_FRAME,
+            # msgpack reserves what an array claims before it reads it: no more than the bytes can hold
+            max_array_len=min(1 << 17, len(body)),
+            max_map_len=min(4096, len(body)),
+            max_ext_len=0,
+        )
+    except Exception as error:  # msgpack raises a dozen unrelated types on foreign bytes
+        raise ProtocolError(f"bytes that are not msgpack within the limits: {error or type(error).__name__}") from None
+    if isinstance(tree, _CONTAINERS):
+        _check_depth(tree)
+    return tree
+
+
+_SMALL = 4096
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_request(body: bytes | bytearray | memoryview) -> Request:
+    """One frame's body to a request; raises :class:`ProtocolError` naming the field that is wrong."""
+    # Requests have no field of free form, so the typed decoder builds nothing that nests, and a frame this small can't
+    # reach any other limit: msgpack's pass over it would cost more than all the rest and refuse nothing more.
+    if len(body) > _SMALL:
+        unpack(body)
+    return _decode(body, _requests)
+
+
+def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
+    """One frame's body to a reply; raises :class:`ProtocolError` naming the field that is wrong.
+
+    Without the limits of :func:`unpack`: they protect the daemon from processes, not a process from its daemon.
+    """
+    return _decode(body, _replies)
+
+
+def _decode(body: bytes | bytearray | memoryview, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a message of the wrong form: {error}") from None
+
+
+_CONTAINERS = (dict, list)
+
+
+def _check_depth(tree: Any) -> None:
+    level, depth = [tree], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ProtocolError(f"a message nested more than {MAX_DEPTH} deep", depth=depth)
+        below: list[Any] = []
+        for node in level:
+            for child in node.values() if isinstance(node, dict) else node:
+                if isinstance(child, _CONTAINERS):
+                    below.append(child)
+        level = below
+
+
+# --- the shared ring ----------------------------------------------------------------------------------------------
+#
+# One memfd per connection, made and sealed by the daemon. The process appends events, the daemon consumes them; no
+# byte of it is trusted by the daemon. Layout: a header page, RING_EVENTS records, RING_SLOTS slots. Numbers are
+# little-endian and aligned, and each is written with one store.
+
+RING_MAGIC = 0x6B766431
+RING_EVENTS = 4096
+"""Capacity of the ring; a power of two."""
+RING_SLOTS = 1024
+"""Most transfers that one connection can have open."""
+
+RING_HEADER = struct.Struct("<IIII")
+"""At offset 0: magic, protocol version, RING_EVENTS, RING_SLOTS."""
+RING_HEAD_OFFSET = 64
+"""u64, written by the process: number of events ever appended."""
+RING_TAIL_OFFSET = 128
+"""u64, written by the daemon: number of events ever consumed."""
+RING_WAKE_OFFSET = 192
+"""u32, written by the daemon: bit 0, wake it for LAYER_READY; bit 1, wake it for IDLE (it has work queued)."""
+WAKE_LAYER_READY, WAKE_IDLE = 1, 2
+RING_CLOSED_OFFSET = 256
+"""u32, set to 1 by the daemon before it ends a connection of its own accord and takes the leases back. Where it is
+still 0 after the connection has ended, the daemon died, and nobody will use the leases' memory again."""
+
+RING_EVENTS_OFFSET = 4096
+RING_EVENT = struct.Struct("<HHIIIIxxxxxxxxxxxx")
+"""kind u16, layer u16, transfer u32, row u32, start u32, stop u32: 32 bytes."""
+EVENT_LAYER_READY, EVENT_IDLE = 1, 2
+ALL_ROWS = 0xFFFFFFFF
+"""``row`` of an event that concerns the range in every row, clipped to the row's length."""
+
+RING_SLOTS_OFFSET = RING_EVENTS_OFFSET + RING_EVENTS * RING_EVENT.size
+SLOT = struct.Struct("<IIQQ")
+"""state u32 (a SLOT_ constant), generation u32, progress u64 (grows by one whenever masks have changed), bytes u64."""
+SLOT_BYTES = 64
+SLOT_FREE, SLOT_OPEN, SLOT_DELIVERED, SLOT_FAILED = 0, 1, 2, 3
+RING_BYTES = RING_SLOTS_OFFSET + RING_SLOTS * SLOT_BYTES

@@ -1,0 +1,154 @@
+"""What a KV cache looks like, and where each byte of it lies in a lease.
+
+Both the inference process and the daemons compute addresses from the same few numbers, so that no address needs to
+be sent for a KV entry. Pure arithmetic: no IO, no NumPy.
+
+A *part* is what one process (one tensor-parallel rank) holds of a transfer: all layers, a contiguous range of KV
+heads, ``rows`` sequences with room for ``capacity`` tokens each. Its memory is token-major::
+
+    layer 0: [rows, capacity, heads, entry_bytes] | layer 1 ... | mask layer 0: int8 [rows, capacity] | mask layer 1 ...
+
+Token-major keeps a KV block (a token range, all heads) contiguous: one descriptor a row, however many heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvd_client.errors import InvalidArgument
+
+ALIGNMENT = 64
+"""Start of each layer and each mask in a lease, in bytes: a cache line, and more than non-temporal stores need."""
+
+MASK_PADDING, MASK_LOCAL, MASK_REMOTE = 0, 1, 2
+"""Values of a mask byte: never loaded; every byte of the token is in place; still at the source."""
+
+MAX_LAYERS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, MAX_ENTRY_BYTES = 1024, 1024, 4096, 1 << 24, 1 << 20
+
+
+class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model's KV cache, with entries as opaque bytes: MHA, GQA, MLA, fp16 and fp8 are one case.
+
+    ``entry_bytes`` is one token's K and V together, for one KV head in one layer (MLA: one latent, ``kv_heads`` = 1).
+    ``dtype`` and ``revision`` are not interpreted, but must be equal on both sides of a transfer. ``windows`` has one
+    number a layer: how many of the newest tokens the layer can see, 0 for all of them; empty means all layers see all.
+    """
+
+    layers: int
+    kv_heads: int
+    entry_bytes: int
+    dtype: str
+    model: str
+    revision: str = ""
+    windows: tuple[int, ...] = ()
+
+    def check(self) -> KVSpec:
+        """Return ``self``, or raise :class:`InvalidArgument` naming the first field that makes no sense."""
+        _in_range("spec.layers", self.layers, 1, MAX_LAYERS)
+        _in_range("spec.kv_heads", self.kv_heads, 1, MAX_HEADS)
+        _in_range("spec.entry_bytes", self.entry_bytes, 1, MAX_ENTRY_BYTES)
+        if self.windows and len(self.windows) != self.layers:
+            raise InvalidArgument(
+                f"spec.windows has {len(self.windows)} numbers for {self.layers} layers; give one a layer, or none",
+                windows=len(self.windows),
+                layers=self.layers,
+            )
+        for layer, window in enumerate(self.windows):
+            _in_range(f"spec.windows[{layer}]", window, 0, MAX_TOKENS)
+        return self
+
+    def differences(self, other: KVSpec) -> dict[str, list[Any]]:
+        """Fields in which two specs differ, as ``{field: [self's, other's]}``; empty when they match."""
+        mine, theirs = msgspec.to_builtins(self), msgspec.to_builtins(other)
+        return {name: [mine[name], theirs[name]] for name in mine if mine[name] != theirs[name]}
+
+
+class TokenRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Tokens ``start`` (included) to ``stop`` (excluded) of sequence ``row``."""
+
+    row: int
+    start: int
+    stop: int
+
+
+class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Addresses inside one part's lease. All results are byte offsets from the lease's start."""
+
+    layers: int
+    heads: int
+    entry_bytes: int
+    rows: int
+    capacity: int
+
+    def check(self) -> PartLayout:
+        """Return ``self``, or raise :class:`InvalidArgument` naming the first field that makes no sense."""
+        _in_range("layers", self.layers, 1, MAX_LAYERS)
+        _in_range("heads", self.heads, 1, MAX_HEADS)
+        _in_range("entry_bytes", self.entry_bytes, 1, MAX_ENTRY_BYTES)
+        _in_range("rows", self.rows, 1, MAX_ROWS)
+        _in_range("capacity", self.capacity, 1, MAX_TOKENS)
+        return self
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer, all of the part's heads."""
+        return self.heads * self.entry_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer without padding."""
+        return self.rows * self.capacity * self.token_bytes
+
+    @property
+    def layer_stride(self) -> int:
+        return _align(self.layer_bytes)
+
+    @property
+    def mask_bytes(self) -> int:
+        return self.rows * self.capacity
+
+    @property
+    def mask_stride(self) -> int:
+        return _align(self.mask_bytes)
+
+    @property
+    def masks_offset(self) -> int:
+        """Where the masks begin: behind all layers."""
+        return self.layers * self.layer_stride
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole lease."""
+        return self.masks_offset + self.layers * self.mask_stride
+
+    def layer_offset(self, layer: int) -> int:
+        return layer * self.layer_stride
+
+    def mask_offset(self, layer: int) -> int:
+        return self.masks_offset + layer * self.mask_stride
+
+    def token_offset(self, layer: int, row: int, token: int) -> int:
+        """First byte of a token's entries (all heads)."""
+        return self.layer_offset(layer) + (row * self.capacity + token) * self.token_bytes
+
+    def token_mask_offset(self, layer: int, row: int, token: int) -> int:
+        """The token's mask byte."""
+        return self.mask_offset(layer) + row * self.capacity + token
+
+
+def part_layout(spec: KVSpec, *, heads: int, rows: int, capacity: int) -> PartLayout:
+    """The layout of a part of ``spec`` that has ``heads`` KV heads; raises :class:`InvalidArgument`."""
+    return PartLayout(
+        layers=spec.layers, heads=heads, entry_bytes=spec.entry_bytes, rows=rows, capacity=capacity
+    ).check()
+
+
+def _align(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidArgument(f"{name} is {value}; it must be between {low} and {high}", field=name, value=value)
