@@ -1,0 +1,545 @@
+"""The pool: gaps that join again, leases that wait for late data, limits, fabrics."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from kvd.errors import Busy, FabricError, InvalidArgument, LeaseExpired, OutOfMemory, ShuttingDown
+from kvd.fabric.base import Region
+from kvd.memory import limits
+from kvd.memory.arena import PAGE, Arena, create_arena
+from kvd.memory.extents import Extents
+from kvd.memory.leases import Lease
+from kvd.memory.pool import Pool
+
+ARENA = 16 * PAGE
+
+
+class Registrar:
+    """Remembers what it was given; refuses once ``room`` regions exist."""
+
+    def __init__(self, name: str = "tcp", room: int = 1000) -> None:
+        self.name = name
+        self.room = room
+        self.regions: list[Region] = []
+        self.made = 0
+
+    def register(self, memory: memoryview) -> Region:
+        if len(self.regions) >= self.room:
+            raise FabricError("no more memory can be pinned; raise LimitMEMLOCK", limit=self.room)
+        self.made += 1
+        region = Region(self.made, memory)
+        self.regions.append(region)
+        return region
+
+    def deregister(self, region: Region) -> None:
+        self.regions.remove(region)
+
+
+def small_pool(arenas: int = 4, **more: Any) -> Pool:
+    return Pool(arenas * ARENA, ARENA, "never", **more)
+
+
+# --- extents ------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_gap_that_fits_is_taken() -> None:
+    extents = Extents(100, 10)
+    assert [extents.take(n) for n in (30, 10, 20, 10, 30)] == [0, 30, 40, 60, 70]
+    extents.give(0, 30)
+    extents.give(40, 20)
+    assert extents.take(15) == 40
+    assert extents.take(25) == 0
+    assert extents.take(1) is None
+    assert extents.free == 0
+
+
+def test_a_piece_given_back_twice_is_refused() -> None:
+    extents = Extents(100, 10)
+    extents.take(30)
+    extents.take(10)
+    extents.give(0, 30)
+    for offset, nbytes in ((0, 30), (20, 20), (30, 80), (-10, 10)):
+        with pytest.raises(InvalidArgument):
+            extents.give(offset, nbytes)
+    assert extents.gaps() == [(0, 30), (40, 60)]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 1 << 30))), st.sampled_from([1, 8]))
+def test_extents_agree_with_a_bitmap(steps: list[tuple[bool, int, int]], grain: int) -> None:
+    size = 96
+    extents, bitmap, pieces = Extents(size, grain), [False] * size, []
+    for take, nbytes, pick in steps:
+        if take or not pieces:
+            need = -(-nbytes // grain) * grain
+            fits = [at for at in range(size - need + 1) if not any(bitmap[at : at + need])]
+            offset = extents.take(nbytes)
+            assert (offset is None) == (not fits)
+            if offset is not None:
+                assert offset % grain == 0
+                assert not any(bitmap[offset : offset + need])
+                bitmap[offset : offset + need] = [True] * need
+                pieces.append((offset, nbytes, need))
+        else:
+            offset, nbytes, need = pieces.pop(pick % len(pieces))
+            extents.give(offset, nbytes)
+            bitmap[offset : offset + need] = [False] * need
+        gaps, at = [], 0
+        while at < size:
+            end = at
+            while end < size and not bitmap[end]:
+                end += 1
+            if end > at:
+                gaps.append((at, end - at))
+            at = end + 1
+        assert extents.gaps() == gaps, "gaps that touch are one"
+        assert extents.free == bitmap.count(False)
+        assert extents.empty == (not pieces)
+
+
+# --- leases -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_memory_at_a_page_boundary() -> None:
+    pool = small_pool()
+    first, second = pool.lease(PAGE + 1, "a"), pool.lease(10, "b")
+    assert (first.nbytes, len(first.memory), first.mapped_bytes) == (PAGE + 1, PAGE + 1, 2 * PAGE)
+    assert second.offset % second.page_size == 0
+    first.memory[:] = b"\x01" * (PAGE + 1)
+    assert not any(second.memory)
+    assert first.generation != second.generation
+    status = pool.status()
+    assert (status.limit, status.registered, status.in_use, status.leases) == (4 * ARENA, ARENA, 3 * PAGE, 2)
+    assert not status.huge_pages
+    pool.close()
+
+
+def test_memory_comes_back_only_when_nothing_may_still_write_to_it() -> None:
+    pool = small_pool(1)
+    lease, freed = pool.lease(ARENA, "a"), []
+    lease.on_free(freed.append)
+    lease.hold()
+    with lease.holding() as memory:
+        lease.release()
+        memory[0] = 9  # late data of an operation that was under way
+        with pytest.raises(OutOfMemory):
+            pool.lease(1, "b")
+    assert pool.in_use == ARENA
+    assert freed == []
+    with pytest.raises(LeaseExpired):
+        lease.hold()
+    assert lease.memory[0] == 9
+    lease.unhold()
+    assert freed == [lease]
+    assert (pool.in_use, lease.free, lease.holds) == (0, True, 0)
+    lease.release()
+    assert freed == [lease], "releasing twice does nothing the second time"
+    assert pool.lease(ARENA, "b").generation > lease.generation
+
+
+def test_a_lease_that_has_gone_back_can_not_be_used() -> None:
+    pool = small_pool()
+    lease, freed = pool.lease(1, "a"), []
+    lease.release()
+    for use in (lambda: lease.memory, lambda: lease.fd, lambda: lease.region("tcp"), lease.hold):
+        with pytest.raises(LeaseExpired) as caught:
+            use()
+        assert caught.value.fields["generation"] == lease.generation
+    with pytest.raises(InvalidArgument):
+        lease.unhold()
+    lease.on_free(freed.append)
+    assert freed == [lease]
+
+
+def test_what_a_dead_process_held_comes_back() -> None:
+    pool = small_pool()
+    mine = [pool.lease(PAGE, "dead") for _ in range(3)]
+    other = pool.lease(PAGE, "alive")
+    mine[1].hold()
+    assert pool.release_owner("dead") == [mine[1]]
+    assert pool.in_use == 2 * PAGE
+    mine[1].unhold()
+    assert pool.leases("dead") == []
+    assert pool.release_owner("dead") == []
+    assert pool.leases("alive") == [other]
+    assert pool.in_use == PAGE
+
+
+# --- limits -------------------------------------------------------------------------------------------------------
+
+
+def test_no_room_says_what_there_is() -> None:
+    pool = small_pool(2)
+    keep = pool.lease(ARENA - 4 * PAGE, "a")
+    pool.lease(ARENA - 2 * PAGE, "a")
+    with pytest.raises(OutOfMemory) as caught:
+        pool.lease(5 * PAGE, "b")
+    assert caught.value.fields == {
+        "need": 5 * PAGE,
+        "free": 6 * PAGE,
+        "largest_free": 4 * PAGE,
+        "limit": 2 * ARENA,
+    }
+    keep.release()
+    assert pool.lease(5 * PAGE, "b").nbytes == 5 * PAGE
+    with pytest.raises(OutOfMemory, match=r"raise memory\.limit"):
+        pool.lease(2 * ARENA + 1, "b")
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_lease_of_nothing_is_refused(nbytes: int) -> None:
+    with pytest.raises(InvalidArgument):
+        small_pool().lease(nbytes, "a")
+
+
+def test_a_pool_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        Pool(PAGE - 1)
+
+
+def test_one_process_can_not_take_everything() -> None:
+    pool = small_pool(4, client_limit=ARENA)
+    first = pool.lease(ARENA - PAGE, "greedy")
+    with pytest.raises(Busy) as caught:
+        pool.lease(2 * PAGE, "greedy")
+    assert caught.value.fields == {"need": 2 * PAGE, "held": ARENA - PAGE, "limit": ARENA}
+    with pytest.raises(OutOfMemory, match="client_limit"):
+        pool.lease(ARENA + 1, "other")
+    assert pool.lease(2 * PAGE, "other").nbytes == 2 * PAGE
+    first.release()
+    assert pool.lease(2 * PAGE, "greedy").nbytes == 2 * PAGE
+
+
+def test_a_large_lease_gets_an_arena_of_its_own_and_returns_it() -> None:
+    pool = small_pool(8, keep_bytes=3 * ARENA)
+    pool.lease(1, "a")
+    large = pool.lease(3 * ARENA, "a")
+    assert pool.registered == 4 * ARENA
+    large.release()
+    assert pool.registered == ARENA
+    kept = pool.lease(ARENA + PAGE, "a")
+    kept.release()
+    assert pool.registered == 2 * ARENA + PAGE, "within keep_bytes it stays for the next one"
+    assert pool.lease(ARENA + PAGE, "a").mapped_bytes == ARENA + PAGE
+    assert pool.registered == 2 * ARENA + PAGE
+
+
+def test_empty_arenas_make_way_for_a_large_lease() -> None:
+    fabric = Registrar()
+    pool = small_pool(4, fabrics=[fabric])
+    leases = [pool.lease(ARENA, "a") for _ in range(4)]
+    for lease in leases[1:]:
+        lease.release()
+    assert pool.registered == 4 * ARENA
+    assert pool.largest_free == 3 * ARENA
+    assert pool.lease(3 * ARENA, "b").nbytes == 3 * ARENA
+    assert pool.registered == 4 * ARENA
+    assert len(fabric.regions) == 2
+
+
+def test_the_last_arena_may_be_a_short_one() -> None:
+    pool = Pool(ARENA + 3 * PAGE, ARENA, "never")
+    pool.lease(ARENA, "a")
+    pool.lease(PAGE, "a")
+    assert pool.registered == pool.limit
+    pool.lease(2 * PAGE, "a")
+    with pytest.raises(OutOfMemory):
+        pool.lease(1, "a")
+
+
+def test_prepare_makes_arenas_ahead() -> None:
+    pool = Pool(2 * ARENA + PAGE, ARENA, "never")
+    pool.prepare(ARENA + 1)
+    assert pool.registered == 2 * ARENA
+    pool.prepare(1 << 60)
+    assert pool.registered == pool.limit
+
+
+def test_a_long_run_of_leases_fragments_nothing_for_good() -> None:
+    rng, pool = random.Random(7), small_pool(4)
+    leases: list[Lease] = []
+    granted = refused = 0
+    for _ in range(20_000):
+        if leases and rng.random() < 0.5:
+            leases.pop(rng.randrange(len(leases))).release()
+            continue
+        nbytes = rng.choice([1, PAGE, 2 * PAGE, 3 * PAGE, rng.randrange(1, ARENA), rng.randrange(1, 3 * ARENA)])
+        if nbytes <= pool.largest_free:
+            leases.append(pool.lease(nbytes, rng.randrange(5)))
+            granted += 1
+        else:
+            with pytest.raises(OutOfMemory):
+                pool.lease(nbytes, 0)
+            refused += 1
+    assert granted > 1000
+    assert refused > 100
+    for lease in leases:
+        lease.release()
+    assert (pool.in_use, pool.status().leases) == (0, 0)
+    assert pool.lease(4 * ARENA, "all").nbytes == 4 * ARENA
+    pool.close()
+
+
+# --- fabrics ------------------------------------------------------------------------------------------------------
+
+
+def test_each_arena_is_registered_once_with_each_fabric() -> None:
+    tcp, verbs = Registrar("tcp"), Registrar("verbs")
+    pool = small_pool(4, fabrics=[tcp])
+    one, two = pool.lease(ARENA, "a"), pool.lease(PAGE, "a")
+    pool.add_fabric(verbs)
+    three = pool.lease(ARENA, "a")
+    assert (tcp.made, verbs.made) == (3, 3)
+    for lease in (one, two, three):
+        for name in ("tcp", "verbs"):
+            region = lease.region(name)
+            lease.memory[0] = lease.generation
+            assert region.memory[lease.offset] == lease.generation
+    with pytest.raises(InvalidArgument, match="loopback"):
+        one.region("loopback")
+    pool.close()
+    assert tcp.regions == verbs.regions == []
+
+
+def test_a_fabric_that_refuses_an_arena_leaves_nothing_behind() -> None:
+    tcp, verbs = Registrar("tcp"), Registrar("verbs", room=1)
+    pool = small_pool(4, fabrics=[tcp, verbs])
+    pool.lease(ARENA, "a")
+    with pytest.raises(FabricError, match="LimitMEMLOCK"):
+        pool.lease(ARENA, "a")
+    assert len(tcp.regions) == 1
+    assert pool.registered == ARENA
+    with pytest.raises(FabricError):
+        pool.add_fabric(Registrar("third", room=0))
+    verbs.room = 2
+    assert pool.lease(ARENA, "a").region("verbs") is verbs.regions[1]
+
+
+def test_closing_ends_everything_also_what_is_held() -> None:
+    tcp = Registrar()
+    pool = small_pool(4, fabrics=[tcp])
+    held, freed = pool.lease(1, "a"), []
+    held.on_free(freed.append)
+    held.hold()
+    pool.lease(1, "a")
+    pool.close()
+    pool.close()
+    assert tcp.regions == []
+    with pytest.raises(ShuttingDown):
+        pool.lease(1, "a")
+    held.unhold()
+    assert freed == [held]
+    assert pool.in_use == 0
+
+
+# --- arenas made in a worker thread -------------------------------------------------------------------------------
+
+
+async def test_many_that_wait_for_memory_share_the_arena_that_is_made() -> None:
+    tcp = Registrar()
+    pool = small_pool(4, fabrics=[tcp])
+    leases = await asyncio.gather(*(pool.lease_soon(PAGE, n) for n in range(20)))
+    assert len({lease.generation for lease in leases}) == 20
+    assert tcp.made == 2
+    assert (await pool.lease_soon(2 * ARENA, "big")).nbytes == 2 * ARENA
+    with pytest.raises(OutOfMemory):
+        await pool.lease_soon(ARENA, "late")
+    pool.close()
+
+
+async def test_a_cancelled_wait_leaves_a_usable_arena() -> None:
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    started = asyncio.Event()
+
+    def slow(nbytes: int, **more: Any) -> Arena:
+        loop.call_soon_threadsafe(started.set)
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        return create_arena(nbytes, **more)
+
+    pool = small_pool(2, make_arena=slow)
+    first = asyncio.create_task(pool.lease_soon(PAGE, "a"))
+    await started.wait()
+    second = asyncio.create_task(pool.lease_soon(PAGE, "b"))
+    await asyncio.sleep(0)
+    first.cancel()
+    gate.set()
+    lease = await second
+    assert first.cancelled()
+    assert pool.registered == ARENA
+    assert pool.leases("b") == [lease]
+    pool.close()
+
+
+async def test_an_arena_that_can_not_be_made_fails_those_who_asked() -> None:
+    def refuse(nbytes: int, **more: Any) -> Arena:
+        raise OutOfMemory(f"the machine has no {nbytes} bytes", need=nbytes)
+
+    pool = small_pool(2, make_arena=refuse)
+    results = await asyncio.gather(*(pool.lease_soon(PAGE, n) for n in range(3)), return_exceptions=True)
+    assert [type(result) for result in results] == [OutOfMemory] * 3
+    assert (pool.registered, pool.in_use) == (0, 0)
+
+
+# --- huge pages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_huge_pages(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[..., Arena]]:
+    """Pretends that the system has huge pages of 8 small ones, and makes arenas that say so."""
+    page = 8 * PAGE
+
+    def setup(count: int) -> Callable[..., Arena]:
+        left = [count]
+
+        def make(nbytes: int, *, huge_page: int = 0, transparent: bool = False) -> Arena:
+            arena = create_arena(nbytes)
+            if huge_page:
+                assert nbytes % page == 0
+                left[0] -= nbytes // page
+                arena.page_size, arena.kind = page, "hugetlb"
+            return arena
+
+        monkeypatch.setattr(limits, "huge_page_size", lambda: page)
+        monkeypatch.setattr(limits, "free_huge_pages", lambda size: left[0])
+        return make
+
+    return setup
+
+
+def test_huge_pages_serve_large_leases_and_normal_ones_small_leases(
+    with_huge_pages: Callable[[int], Callable[..., Arena]],
+) -> None:
+    pool = Pool(8 * ARENA, ARENA, "auto", make_arena=with_huge_pages(2))
+    large, small = pool.lease(9 * PAGE, "a"), pool.lease(PAGE, "a")
+    assert (large.page_size, large.mapped_bytes) == (8 * PAGE, 16 * PAGE)
+    assert (small.page_size, small.mapped_bytes) == (PAGE, PAGE)
+    assert pool.status().huge_pages
+    fallback = pool.lease(ARENA, "a")
+    assert fallback.page_size == PAGE, "auto goes on with normal pages when no huge one is free"
+
+
+def test_small_leases_take_huge_pages_rather_than_fail(
+    with_huge_pages: Callable[[int], Callable[..., Arena]],
+) -> None:
+    pool = Pool(ARENA, ARENA, "auto", make_arena=with_huge_pages(100))
+    pool.lease(8 * PAGE, "a")
+    assert pool.lease(1, "a").mapped_bytes == 8 * PAGE
+    with pytest.raises(OutOfMemory):
+        pool.lease(1, "a")
+
+
+def test_always_takes_nothing_but_huge_pages(with_huge_pages: Callable[[int], Callable[..., Arena]]) -> None:
+    pool = Pool(8 * ARENA, ARENA, "always", make_arena=with_huge_pages(100))
+    assert pool.lease(1, "a").page_size == 8 * PAGE
+    assert pool.lease(3 * ARENA, "a").page_size == 8 * PAGE
+
+
+def test_prepare_never_exceeds_the_limit_for_a_whole_huge_page(
+    with_huge_pages: Callable[[int], Callable[..., Arena]],
+) -> None:
+    pool = Pool(ARENA + 9 * PAGE, ARENA, "always", make_arena=with_huge_pages(100))
+    pool.prepare(1 << 60)
+    assert pool.registered == ARENA + 8 * PAGE
+    with pytest.raises(OutOfMemory):
+        pool.lease(ARENA + 9 * PAGE, "a")
+    pool.close()
+
+
+def test_always_without_huge_pages_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "huge_page_size", lambda: 0)
+    with pytest.raises(OutOfMemory, match="auto"):
+        Pool(8 * ARENA, ARENA, "always")
+
+
+# --- everything at once -------------------------------------------------------------------------------------------
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of leases, holds and releases: no two leases share a byte, and nothing is lost."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fabric = Registrar()
+        self.pool = small_pool(3, fabrics=[self.fabric], client_limit=2 * ARENA)
+        self.alive: dict[int, Lease] = {}
+        self.freed: list[int] = []
+        self.generations: set[int] = set()
+
+    @rule(target=leases, nbytes=st.integers(1, 2 * ARENA + PAGE), owner=st.integers(0, 2))
+    def lease(self, nbytes: int, owner: int) -> Lease | None:
+        held = sum(lease.mapped_bytes for lease in self.pool.leases(owner))
+        if held + nbytes > 2 * ARENA or nbytes > self.pool.largest_free:
+            with pytest.raises((Busy, OutOfMemory)):
+                self.pool.lease(nbytes, owner)
+            return None
+        lease = self.pool.lease(nbytes, owner)
+        assert lease.generation not in self.generations
+        self.generations.add(lease.generation)
+        self.alive[lease.generation] = lease
+        lease.on_free(lambda gone: self.freed.append(gone.generation))
+        mark = lease.generation % 251
+        lease.memory[0] = lease.memory[nbytes - 1] = mark
+        return lease
+
+    @rule(lease=leases)
+    def hold(self, lease: Lease | None) -> None:
+        if lease is not None:
+            if lease.released:
+                with pytest.raises(LeaseExpired):
+                    lease.hold()
+            else:
+                lease.hold()
+
+    @rule(lease=leases)
+    def unhold(self, lease: Lease | None) -> None:
+        if lease is not None and lease.holds:
+            lease.unhold()
+
+    @rule(lease=leases)
+    def release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.release()
+
+    @rule(owner=st.integers(0, 2))
+    def lose_process(self, owner: int) -> None:
+        waiting = self.pool.release_owner(owner)
+        assert all(lease.holds and lease.released for lease in waiting)
+
+    @invariant()
+    def nothing_overlaps_and_nothing_is_lost(self) -> None:
+        for generation, lease in list(self.alive.items()):
+            assert lease.free == (lease.released and not lease.holds)
+            assert lease.free == (generation in self.freed)
+            if lease.free:
+                del self.alive[generation]
+            else:
+                mark = generation % 251
+                assert lease.memory[0] == lease.memory[lease.nbytes - 1] == mark
+        spans = sorted((lease.fd, lease.offset, lease.offset + lease.mapped_bytes) for lease in self.alive.values())
+        for (fd, _, end), (next_fd, start, _) in itertools.pairwise(spans):
+            assert fd != next_fd or end <= start
+        assert self.pool.in_use == sum(lease.mapped_bytes for lease in self.alive.values())
+        assert self.pool.status().leases == len(self.alive)
+        assert self.pool.registered <= self.pool.limit
+        assert sum(region.nbytes for region in self.fabric.regions) == self.pool.registered
+        assert len(self.freed) == len(set(self.freed))
+
+    def teardown(self) -> None:
+        self.pool.close()
+        assert self.fabric.regions == []
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
