@@ -1,0 +1,1 @@
+"""What is sent first: importance matrices, groups by prompt length, the budget."""

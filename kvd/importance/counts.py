@@ -1,0 +1,123 @@
+"""From selections to importance: counts that grow as decode runs, offline or in a daemon (SmartGen, equation 1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.blocks import block_bounds, block_of
+from kvd.errors import InvalidArgument
+from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
+
+
+class SelectionCounts:
+    """How often the entries of each block were selected, and how often they could have been.
+
+    Equation 1 divides a block's selections by its entries. Prompts of different lengths and decodes of different
+    lengths go into one matrix, so the division here is by entries times steps: the share of steps in which an entry
+    of the block is selected. For equal numbers of steps that is equation 1 up to a constant, with the same order.
+    """
+
+    __slots__ = ("chances", "selected")
+
+    def __init__(self, layers: int, blocks: int) -> None:
+        if layers < 1 or blocks < 1:
+            raise InvalidArgument(
+                f"selections can't be counted over {layers} layers and {blocks} blocks", layers=layers, blocks=blocks
+            )
+        self.selected = np.zeros((layers, blocks))
+        """Shape (layers, blocks): selections of the block's entries."""
+        self.chances = np.zeros((layers, blocks))
+        """Shape (layers, blocks): entries times steps."""
+
+    @property
+    def layers(self) -> int:
+        return int(self.selected.shape[0])
+
+    @property
+    def blocks(self) -> int:
+        return int(self.selected.shape[1])
+
+    def add(self, layer: int, selections: npt.ArrayLike, *, length: int, heads: int, steps: int) -> None:
+        """Add what one sequence selected of its prompt in one layer.
+
+        ``selections`` has one number a block (``kvd_kernels.accumulate_blocks``), over ``heads`` KV heads and
+        ``steps`` decode steps; ``length`` is the prompt's. Raises :class:`InvalidArgument`, with nothing added, for a
+        layer or shape that does not fit, and naming the block that has more selections than there were chances.
+        """
+        counts = np.asarray(selections, np.float64)
+        self._check(layer, length, heads, steps)
+        if counts.shape != (self.blocks,):
+            raise InvalidArgument(
+                f"selections have shape {counts.shape}; give one number for each of {self.blocks} blocks",
+                shape=list(counts.shape),
+                blocks=self.blocks,
+            )
+        chances = np.diff(block_bounds(length, self.blocks)) * float(heads * steps)
+        # Written so that NaN is wrong too.
+        wrong = ~((counts >= 0) & (counts <= chances))
+        if wrong.any():
+            block = int(np.argmax(wrong))
+            raise InvalidArgument(
+                f"layer {layer}, block {block} has {counts[block]:g} selections and {chances[block]:g} chances "
+                f"({heads} heads, {steps} steps, {length} tokens); count each selection once",
+                layer=layer,
+                block=block,
+            )
+        self.selected[layer] += counts
+        self.chances[layer] += chances
+
+    def add_tokens(self, layer: int, selections: npt.ArrayLike, *, heads: int, steps: int) -> None:
+        """As :meth:`add`, with one number a prompt token (``kvd_kernels.accumulate``)."""
+        counts = np.asarray(selections, np.float64)
+        if counts.ndim != 1 or not counts.size:
+            raise InvalidArgument(
+                f"selections have shape {counts.shape}; give one number a token", shape=list(counts.shape)
+            )
+        length = counts.size
+        where = block_of(length, self.blocks, np.arange(length))
+        summed = np.bincount(where, weights=counts, minlength=self.blocks)
+        self.add(layer, summed, length=length, heads=heads, steps=steps)
+
+    def merge(self, other: SelectionCounts) -> None:
+        """Add another's counts; raises :class:`InvalidArgument` where its shape differs."""
+        if other.selected.shape != self.selected.shape:
+            raise InvalidArgument(
+                f"counts of shape {other.selected.shape} can't be added to counts of shape {self.selected.shape}",
+                shape=list(other.selected.shape),
+            )
+        self.selected += other.selected
+        self.chances += other.chances
+
+    def fade(self, factor: float) -> None:
+        """Let what was counted so far weigh ``factor`` (0 to 1) of what comes: the matrix then follows the workload."""
+        if not 0 <= factor <= 1:
+            raise InvalidArgument(f"counts can't fade by {factor}; give a factor from 0 to 1", factor=factor)
+        self.selected *= factor
+        self.chances *= factor
+
+    def matrix(self) -> ImportanceMatrix:
+        """The importance as counted so far.
+
+        A block without chances (every prompt had fewer tokens than blocks) takes the value of the block before it,
+        which had the token at its position; a layer without any counts is 0.
+        """
+        known = self.chances > 0
+        values = np.divide(self.selected, self.chances, out=np.zeros_like(self.selected), where=known)
+        before = np.maximum.accumulate(np.where(known, np.arange(self.blocks), 0), axis=1)
+        values = np.take_along_axis(values, before, axis=1)
+        values[:ALWAYS_LAYERS] = 0
+        return ImportanceMatrix(values)
+
+    def _check(self, layer: int, length: int, heads: int, steps: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise InvalidArgument(
+                f"layer {layer} does not exist; selections are counted in layers 0 to {self.layers - 1}", layer=layer
+            )
+        if length < 1 or heads < 1 or steps < 1:
+            raise InvalidArgument(
+                f"a sequence of {length} tokens, {heads} heads and {steps} steps has no selections to count",
+                length=length,
+                heads=heads,
+                steps=steps,
+            )

@@ -1,0 +1,152 @@
+"""The importance matrix: how often the entries of each KV block get selected (SmartGen, section 4.1, equation 1)."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.blocks import Runs, block_bounds, window_start
+from kvd.errors import InvalidArgument
+
+ALWAYS_LAYERS = 2
+"""Layers whose blocks are infinitely important: selection skips them, so decode needs all of each."""
+
+BlockMask: TypeAlias = npt.NDArray[np.bool_]
+"""Shape (layers, blocks): some of the blocks."""
+
+
+class ImportanceMatrix:
+    """Importance of each block, float32 of shape (layers, blocks): infinite in layers 0 and 1, elsewhere the mean
+    number of times that an entry of the block was selected. Columns are positions relative to the prompt's length
+    (:mod:`kvd.blocks`). Immutable, so that running transfers can share it.
+
+    Raises :class:`InvalidArgument` for anything but two dimensions, and naming the first layer and block whose value
+    is NaN, negative, or infinite from layer 2 on. What is given for layers 0 and 1 does not matter otherwise.
+    """
+
+    __slots__ = ("_order", "_ranks", "values")
+
+    def __init__(self, values: npt.ArrayLike) -> None:
+        own = np.array(values, dtype=np.float32)
+        if own.ndim != 2 or not own.size:
+            raise InvalidArgument(
+                f"an importance matrix has shape (layers, blocks), not {own.shape}", shape=list(own.shape)
+            )
+        wrong = np.isnan(own) | (own < 0)
+        wrong[ALWAYS_LAYERS:] |= np.isinf(own[ALWAYS_LAYERS:])
+        if wrong.any():
+            layer, block = (int(at) for at in np.argwhere(wrong)[0])
+            raise InvalidArgument(
+                f"the importance of layer {layer}, block {block} is {own[layer, block]}; it must be a finite number, "
+                "0 or more: record the profile again",
+                layer=layer,
+                block=block,
+                value=float(own[layer, block]),
+            )
+        own[:ALWAYS_LAYERS] = np.inf
+        own.setflags(write=False)
+        self.values = own
+        self._order: npt.NDArray[np.int64] | None = None
+        self._ranks: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def sequential(cls, layers: int, blocks: int) -> ImportanceMatrix:
+        """No knowledge: every block as important as the next, so that the order is that of addresses."""
+        return cls(np.zeros((layers, blocks), np.float32))
+
+    @property
+    def layers(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def blocks(self) -> int:
+        return int(self.values.shape[1])
+
+    def __repr__(self) -> str:
+        return f"<ImportanceMatrix of {self.layers} layers, {self.blocks} blocks>"
+
+    def order(self, among: BlockMask | None = None) -> npt.NDArray[np.int64]:
+        """Blocks, the most important first, as ``layer * blocks + block``; equal ones by layer, then position.
+
+        ``among`` limits it to some blocks. Raises :class:`InvalidArgument` where its shape is another.
+        """
+        if self._order is None:
+            # A stable sort of the negated values; -inf comes first.
+            self._order = np.argsort(-self.values, axis=None, kind="stable").astype(np.int64)
+            self._order.setflags(write=False)
+        if among is None:
+            return self._order
+        return self._order[self._checked(among).ravel()[self._order]]
+
+    def ranks(self) -> npt.NDArray[np.int64]:
+        """Each block's place in :meth:`order`, shape (layers, blocks); 0 is the most important."""
+        if self._ranks is None:
+            ranks = np.empty(self.values.size, np.int64)
+            ranks[self.order()] = np.arange(ranks.size)
+            self._ranks = ranks.reshape(self.values.shape)
+            self._ranks.setflags(write=False)
+        return self._ranks
+
+    def top(self, count: int, among: BlockMask | None = None) -> BlockMask:
+        """The ``count`` most important blocks (all, if there are fewer)."""
+        if count < 0:
+            raise InvalidArgument(f"a budget of {count} blocks makes no sense; give 0 or more", count=count)
+        chosen = np.zeros(self.values.size, np.bool_)
+        chosen[self.order(among)[:count]] = True
+        return chosen.reshape(self.values.shape)
+
+    def layer_order(self, layer: int, among: BlockMask | None = None) -> npt.NDArray[np.int64]:
+        """One layer's block numbers, the most important first."""
+        self._check_layer(layer)
+        numbers = np.argsort(-self.values[layer], kind="stable").astype(np.int64)
+        return numbers if among is None else numbers[self._checked(among)[layer, numbers]]
+
+    def row_runs(self, layer: int, length: int, *, window: int = 0, among: BlockMask | None = None) -> Runs:
+        """The tokens of a row of ``length`` tokens in order of importance, as runs of shape (n, 2).
+
+        Each token that the layer's ``window`` (0: all) can still see is in exactly one run. Blocks that follow each
+        other in the order and touch in memory, on either side, are one run.
+        """
+        bounds = np.maximum(block_bounds(length, self.blocks), window_start(length, window))
+        numbers = self.layer_order(layer, among)
+        starts, stops = bounds[numbers], bounds[numbers + 1]
+        filled = starts < stops
+        starts, stops = starts[filled], stops[filled]
+        if not len(starts):
+            return np.empty((0, 2), np.int64)
+        touches = (starts[1:] == stops[:-1]) | (stops[1:] == starts[:-1])
+        first = np.flatnonzero(np.concatenate(([True], ~touches)))
+        return np.stack((np.minimum.reduceat(starts, first), np.maximum.reduceat(stops, first)), axis=1)
+
+    def resampled(self, blocks: int) -> ImportanceMatrix:
+        """The same importance over another number of blocks, each the mean of what it covers.
+
+        For prompts with fewer tokens than blocks: ``min(blocks, longest row)`` leaves each block at least one token.
+        """
+        if blocks < 1:
+            raise InvalidArgument(f"a layer can't be cut into {blocks} blocks; give at least one", blocks=blocks)
+        if blocks == self.blocks:
+            return self
+        sums = np.zeros((self.layers, self.blocks + 1))
+        np.cumsum(self.values[ALWAYS_LAYERS:], axis=1, dtype=np.float64, out=sums[ALWAYS_LAYERS:, 1:])
+        edges = np.arange(blocks + 1) * self.blocks / blocks
+        below = np.minimum(edges.astype(np.int64), self.blocks - 1)
+        at_edges = sums[:, below] + (edges - below) * (sums[:, below + 1] - sums[:, below])
+        # Rounding may leave a difference of equal sums just below zero.
+        return ImportanceMatrix(np.maximum(np.diff(at_edges, axis=1), 0) * (blocks / self.blocks))
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise InvalidArgument(
+                f"layer {layer} does not exist; the matrix has layers 0 to {self.layers - 1}", layer=layer
+            )
+
+    def _checked(self, among: BlockMask) -> BlockMask:
+        if among.shape != self.values.shape:
+            raise InvalidArgument(
+                f"a choice of blocks has shape {among.shape}, and the matrix {self.values.shape}",
+                shape=list(among.shape),
+            )
+        return among
