@@ -1,0 +1,186 @@
+"""``kvd status``: the daemon at one moment, for people and for programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import typer
+
+from kvd.cli import config as configuration
+from kvd.errors import ConfigError
+from kvd.host import SYSTEM_SOCKET, Host
+from kvd.units import about
+from kvd_client import Client
+from kvd_client.protocol import MemoryStatus, PeerStatus, Status, TransferStatus
+
+EXIT_OK, EXIT_DEGRADED = 0, 1
+BAR = 20
+MAX_TRANSFERS = 50
+MIN_WIDTH = 74
+NARROWEST = 8
+
+
+def status(socket: str | None, config: Path | None, *, as_json: bool, watch_s: float | None) -> int:
+    """Ask the daemon and write what it says; 0 if it is healthy, 1 if degraded.
+
+    Raises :class:`~kvd.errors.DaemonUnreachable` with the socket and the way to start a daemon there.
+    """
+    path = find_socket(socket, config)
+    terminal = sys.stdout.isatty()
+    while True:
+        with Client(path, name="kvd status") as client:
+            found = client.status()
+        if as_json:
+            text = to_json(found)
+        else:
+            width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
+            text = "\n".join(map(printable, render(found, width=max(width, MIN_WIDTH))))
+        if watch_s is not None and terminal and not as_json:
+            text = f"\x1b[H\x1b[2J{text}"
+        typer.echo(text)
+        if watch_s is None:
+            return EXIT_OK if found.health == "ok" else EXIT_DEGRADED
+        time.sleep(watch_s)
+
+
+def find_socket(socket: str | None, config: Path | None) -> str:
+    """The socket to ask: the option's, ``$KVD_SOCKET``'s, or the one that ``kvd serve`` would use here."""
+    if socket is not None:
+        return socket
+    if config is None and (named := os.environ.get("KVD_SOCKET")):
+        return named
+    host = Host.read()
+    try:
+        found = configuration.read(config)[0].api.socket
+    except ConfigError:
+        if config is not None:
+            raise
+        found = host.default_socket  # a user need not be allowed to read the system's file
+    if found == host.default_socket and not os.path.exists(found) and os.path.exists(SYSTEM_SOCKET):
+        return SYSTEM_SOCKET
+    return found
+
+
+def to_json(found: Status) -> str:
+    """One line of JSON with the fields of :class:`~kvd_client.protocol.Status`."""
+    tree = msgspec.to_builtins(found)
+    del tree["type"], tree["id"]
+    return msgspec.json.encode(tree).decode()
+
+
+def render(found: Status, *, width: int = 80) -> Iterator[str]:
+    """Lines of at most ``width`` columns, as long as no single name exceeds its column."""
+    state = "draining" if found.draining else found.health
+    yield f"{found.node}  {state}  up {duration(found.uptime_s)}  kvd {found.version}  pid {found.pid}"
+    for reason in found.reasons:
+        yield f"  ! {reason}"
+    yield f"  boot     {found.boot}"
+    yield f"  listen   {found.listen}"
+    yield f"  socket   {found.socket}  ({found.clients} client{'s' * (found.clients != 1)})"
+    yield f"  fabric   {found.fabric}, kernels {found.kernels}"
+    yield f"  memory   {_memory(found.memory)}"
+    yield ""
+    yield from _peers(found.peers, width)
+    yield ""
+    yield from _transfers(found.transfers, width)
+
+
+def _memory(memory: MemoryStatus) -> str:
+    pages = "huge pages" if memory.huge_pages else "small pages"
+    return (
+        f"{about(memory.in_use)} in use by {memory.leases} lease{'s' * (memory.leases != 1)}, "
+        f"{about(memory.registered)} registered of {about(memory.limit)}, {pages}"
+    )
+
+
+def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
+    if not peers:
+        yield "no peers"
+        return
+    rows = [("PEER", "STATE", "ADDRESS", "SENT", "RECEIVED")]
+    for peer in peers:
+        rows.append((peer.node, peer.state, peer.address, about(peer.bytes_sent), about(peer.bytes_received)))
+    table = columns(rows, right=(3, 4), give=(0, 2), width=width)
+    yield table[0]
+    for peer, line in zip(peers, table[1:], strict=True):
+        yield line
+        if peer.error:
+            yield clip(f"  ! {peer.error}", width)
+
+
+def _transfers(transfers: Sequence[TransferStatus], width: int) -> Iterator[str]:
+    if not transfers:
+        yield "no transfers"
+        return
+    rows = [("REQUEST", "ROLE", "PEER", "STATE", "PROGRESS", "SIZE", "AGE")]
+    for part in transfers[:MAX_TRANSFERS]:
+        request = part.request if part.ranks == 1 else f"{part.request}[{part.rank}/{part.ranks}]"
+        rows.append(
+            (
+                request,
+                part.role,
+                part.peer or "-",
+                part.state,
+                bar(part.bytes_done, part.bytes_total, BAR if width >= 100 else BAR // 2),
+                about(part.bytes_total),
+                duration(part.age_s),
+            )
+        )
+    yield from columns(rows, right=(5, 6), give=(0, 2, 3), width=width)
+    if len(transfers) > MAX_TRANSFERS:
+        yield f"and {len(transfers) - MAX_TRANSFERS} more; --json lists all"
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int], give: Sequence[int], width: int) -> list[str]:
+    """Rows as lines of aligned columns. Columns in ``right`` are right-aligned; where the lines would not fit, the
+    widest of those in ``give`` are shortened, down to 8 characters each."""
+    sizes = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    over = sum(sizes) + 2 * (len(sizes) - 1) - width
+    while over > 0:
+        widest = max(give, key=lambda i: sizes[i])
+        if sizes[widest] <= NARROWEST:
+            break
+        sizes[widest] -= 1
+        over -= 1
+    lines = []
+    for row in rows:
+        cells = []
+        for i, cell in enumerate(row):
+            cell = clip(cell, sizes[i])
+            cells.append(cell.rjust(sizes[i]) if i in right else cell.ljust(sizes[i]))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def printable(text: str) -> str:
+    """The text with ``?`` for what would steer a terminal: names and reasons come from other processes and hosts."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def clip(text: str, width: int) -> str:
+    """The text, or its beginning and an ellipsis, in at most ``width`` characters."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def bar(done: int, total: int, width: int) -> str:
+    """``[####......]  40%``; full only when all is done."""
+    share = min(done / total, 1.0) if total > 0 else 1.0
+    filled = int(share * width)
+    return f"[{'#' * filled}{'.' * (width - filled)}] {int(share * 100):3d}%"
+
+
+def duration(seconds: float) -> str:
+    """``0.4s``, ``12s``, ``3m05s``, ``2h07m``, ``5d03h``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    for large, small, unit, below in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+        if whole >= large:
+            return f"{whole // large}{unit}{whole % large // small:02d}{below}"
+    return f"{whole}s"

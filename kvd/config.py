@@ -1,0 +1,323 @@
+"""The daemon's configuration: TOML, checked by type, every key with a default.
+
+An empty file, or none at all, is a working configuration for one machine. What depends on the machine (the
+node's name, the socket of a user without root) is filled in by :func:`resolve`; whether the values make sense
+together and on this host is the business of :mod:`kvd.config_check`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import os
+import re
+import stat
+import tomllib
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from kvd.errors import ConfigError
+from kvd.host import Host
+from kvd.units import Rate, Size, parse_rate, parse_size
+
+SYSTEM_FILE = Path("/etc/kvd/kvd.toml")
+DEFAULT_POOL = 4 << 30
+MIN_KEY_BYTES = 16
+MAX_KEY_FILE = 64 << 10
+NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Node(_Section, frozen=True, kw_only=True):
+    id: str = ""
+    """The node's name among its peers; empty: the host's name."""
+
+
+class Api(_Section, frozen=True, kw_only=True):
+    socket: str = ""
+    """Path of the Unix socket; empty: ``/run/kvd/kvd.sock``, without root in ``$XDG_RUNTIME_DIR``."""
+    group: str = ""
+    """The group whose members may connect; empty: only the daemon's own user and root."""
+    max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
+
+
+class Peers(_Section, frozen=True, kw_only=True):
+    listen: str = "127.0.0.1:7440"
+    """``host:port``; port 0 takes any free one."""
+    advertise: str = ""
+    """``host:port`` at which peers reach this node; empty: ``listen``."""
+    key_file: str = ""
+    """File with the keys shared by all peers, one a line; the first proves, each is accepted. Relative names
+    are looked up among systemd's credentials first, then beside the configuration file."""
+    connect_timeout_s: Seconds = 5.0
+    handshake_timeout_s: Seconds = 5.0
+    heartbeat_s: Seconds = 1.0
+    """How often a silent session is probed."""
+    timeout_s: Seconds = 5.0
+    """A peer that has been silent for so long is lost."""
+    static: dict[str, str] = {}
+    """Node id to ``host:port``."""
+
+
+class Memory(_Section, frozen=True, kw_only=True):
+    pool: Size = Size(0)
+    """Most memory that the daemon lends out; 0: 4 GiB, or half of what the host has if that is less."""
+    arena: Size = Size(256 << 20)
+    """The pool grows and shrinks in pieces of this size; a larger part of a transfer gets one of its own."""
+    huge_pages: Literal["auto", "never", "always"] = "auto"
+    client_limit: Size = Size(0)
+    """Most memory that one client can hold at a time; 0: no limit but the pool."""
+
+
+class Transfer(_Section, frozen=True, kw_only=True):
+    deadline_s: Seconds = 300.0
+    """A transfer must be delivered within so long, unless its client says otherwise."""
+    rendezvous_s: Seconds = 30.0
+    """How long one side waits for the other to open the transfer."""
+    chunk: Size = Size(1 << 20)
+    """Largest piece handed to the fabric at once."""
+    window: Size = Size(8 << 20)
+    """Most bytes in flight to one peer."""
+
+
+class Fabric(_Section, frozen=True, kw_only=True):
+    name: str = "tcp"
+    """``tcp``, or ``auto`` for the best that this host offers."""
+    rate: Rate = Rate(0)
+    """Limit of each link; 0: none."""
+
+
+class Log(_Section, frozen=True, kw_only=True):
+    format: Literal["auto", "console", "json"] = "auto"
+    """``auto``: console on a terminal, JSON everywhere else."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    node: Node = Node()
+    api: Api = Api()
+    peers: Peers = Peers()
+    memory: Memory = Memory()
+    transfer: Transfer = Transfer()
+    fabric: Fabric = Fabric()
+    log: Log = Log()
+
+
+def find(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file to read when none is named: ``$KVD_CONFIG``, the system's, or ``None`` for the defaults."""
+    if named := environ.get("KVD_CONFIG"):
+        return Path(named)
+    return SYSTEM_FILE if os.path.exists(SYSTEM_FILE) else None
+
+
+def load(path: Path | str) -> Config:
+    """Read a file; raises :class:`ConfigError` that names the file and the key."""
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{path}: can't be read: {reason}", file=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; TOML must be", file=str(path)) from None
+    return parse(text, name=str(path))
+
+
+def parse(text: str, *, name: str = "kvd.toml") -> Config:
+    """TOML text to a configuration; ``name`` stands for the file in the :class:`ConfigError` raised."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not TOML: {error}", file=name) from None
+    _walk(Config, tree, "$", name)
+    try:
+        return msgspec.convert(tree, Config, dec_hook=_from_text)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).rpartition(" - at ")
+        key = where.strip("`")
+        what = what.replace("`", "").replace("object", "table").replace("got dict", "got table")
+        raise ConfigError(f"{name}: {key}: {what[0].lower()}{what[1:]}", file=name, key=key) from None
+
+
+def resolve(
+    config: Config,
+    *,
+    path: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    host: Host | None = None,
+) -> Config:
+    """Fill in what depends on the machine: node id, socket, pool, and ``key_file`` as an absolute path.
+
+    ``path`` is the file that the configuration came from. ``$KVD_SOCKET`` replaces the socket.
+    """
+    host = host or Host.read(environ)
+    node, api, peers, memory = config.node, config.api, config.peers, config.memory
+    if not node.id:
+        node = replace(node, id=host.name)
+    if environ.get("KVD_SOCKET") or not api.socket:
+        api = replace(api, socket=environ.get("KVD_SOCKET") or host.default_socket)
+    if peers.key_file and not os.path.isabs(peers.key_file):
+        beside = path.absolute().parent if path else Path.cwd()
+        credential = Path(environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), peers.key_file)
+        found = credential if credential.exists() else beside / peers.key_file
+        peers = replace(peers, key_file=str(found))
+    if not memory.pool:
+        half = host.memory // 2 >> 20 << 20
+        memory = replace(memory, pool=Size(min(DEFAULT_POOL, half)))
+    return replace(config, node=node, api=api, peers=peers, memory=memory)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """``"host:port"`` or ``"[v6]:port"`` to its two parts; raises :class:`ValueError` with a sentence."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    bare = host[1:-1] if bracketed else host
+    if not colon or not bare or (":" in host and not bracketed) or any(c in "[]/@ \t\n" for c in bare):
+        raise ValueError(f'"{text}" is not host:port, such as "10.0.0.7:7440" or "[fd00::7]:7440"')
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f'"{text}" has no port between 0 and 65535 behind its last colon')
+    return bare, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address stays on this machine. A name other than localhost counts as beyond it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether an address means all of this machine's addresses."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def read_keys(path: Path | str) -> list[bytes]:
+    """The shared keys of a file, one a line, in order; blank lines and lines that start with # don't count.
+
+    Raises :class:`ConfigError` for a file that can't be read, that all users can read or write, that holds no
+    key, or a key under 16 bytes. No message contains a byte of a key.
+    """
+    make = f"make one with: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(MAX_KEY_FILE + 1)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"the key file {path} can't be read: {reason}; {make}", file=str(path)) from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(
+            f"the key file {path} has mode {stat.S_IMODE(mode):04o}, open to every user; chmod o-rw {path}",
+            file=str(path),
+        )
+    if len(content) > MAX_KEY_FILE:
+        raise ConfigError(f"the key file {path} is longer than {MAX_KEY_FILE} bytes; it is no key file", file=str(path))
+    keys = []
+    for number, line in enumerate(content.splitlines(), 1):
+        key = line.strip()
+        if not key or key.startswith(b"#"):
+            continue
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(
+                f"line {number} of the key file {path} has {len(key)} bytes; {MIN_KEY_BYTES} are the least",
+                file=str(path),
+                line=number,
+            )
+        keys.append(key)
+    if not keys:
+        raise ConfigError(f"the key file {path} holds no key; {make}", file=str(path))
+    return keys
+
+
+def to_builtins(config: Config) -> dict[str, Any]:
+    """Plain tables as they stand in a file: sizes and rates as text; of the keys, only their file's name."""
+    tree: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_to_text)
+    return tree
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a file that :func:`parse` reads back to the same."""
+    lines: list[str] = []
+    for section, values in to_builtins(config).items():
+        lines += [
+            f"[{section}]",
+            *(f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict)),
+            "",
+        ]
+        for name, table in values.items():
+            if isinstance(table, dict) and table:
+                lines += [f"[{section}.{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in table.items()), ""]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _toml(value: str | int | float) -> str:
+    if isinstance(value, str | bool):
+        # JSON's escapes are a subset of a TOML basic string's, except that JSON leaves DEL alone
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _from_text(kind: type, value: Any) -> Any:
+    if kind is Size:
+        if isinstance(value, int) and not isinstance(value, bool):
+            if 0 <= value < 1 << 62:
+                return Size(value)
+            raise ValueError(f"{value} is not a size in bytes")
+        if isinstance(value, str):
+            return parse_size(value) if value else Size(0)
+        raise ValueError(f'expected a size, such as "4GiB", got {type(value).__name__}')
+    if kind is Rate:
+        if isinstance(value, str):
+            return parse_rate(value) if value else Rate(0)
+        raise ValueError(f'expected a rate, such as "200mbit", got {type(value).__name__}')
+    raise TypeError(f"no text form of {kind}")
+
+
+def _to_text(value: Any) -> str:
+    if isinstance(value, Size | Rate):
+        return str(value) if value else ""
+    raise TypeError(f"no text form of {type(value)}")
+
+
+def _walk(struct: type[msgspec.Struct], tree: Any, path: str, name: str) -> None:
+    """What msgspec says less well: a key nobody knows, a choice that is none, a wrong value in a free table."""
+    if not isinstance(tree, dict):
+        return
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+    for key, value in tree.items():
+        here = f"{path}.{key}"
+        kind = fields.get(key)
+        wrong = None
+        if kind is None:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
+            wrong = f"no such key; {f'did you mean {near[0]}?' if near else 'known here: ' + ', '.join(fields)}"
+        elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            _walk(kind, value, here, name)
+        elif typing.get_origin(kind) is Literal and value not in typing.get_args(kind):
+            wrong = f"{_toml_or_type(value)} is none of {', '.join(map(_toml, typing.get_args(kind)))}"
+        elif typing.get_origin(kind) is dict and isinstance(value, dict):
+            bad = next((k for k, v in value.items() if not isinstance(v, str)), None)
+            if bad is not None:
+                here, wrong = f"{here}.{bad}", f"expected str, got {_toml_or_type(value[bad])}"
+        if wrong is not None:
+            raise ConfigError(f"{name}: {here}: {wrong}", file=name, key=here)
+
+
+def _toml_or_type(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a table"
+    return _toml(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"

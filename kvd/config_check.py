@@ -1,0 +1,212 @@
+"""Whether a configuration makes sense, in itself and on this host.
+
+Each broken rule gives a :class:`Problem`: a sentence that says what is wrong and what to do. Errors keep the
+daemon from starting; warnings don't.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Iterator
+from typing import Literal
+
+from kvd.config import (
+    NODE_ID,
+    Config,
+    is_loopback,
+    is_wildcard,
+    read_keys,
+    split_address,
+)
+from kvd.errors import ConfigError
+from kvd.host import Host
+from kvd.units import about, format_size
+
+MAX_SOCKET_PATH = 107
+MIN_ARENA = 1 << 20
+MIN_CHUNK = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    level: Literal["error", "warning"]
+    key: str
+    """Path of the key in the file, such as ``$.peers.listen``."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+def check(config: Config, host: Host | None = None, *, fabrics: Collection[str] = ()) -> list[Problem]:
+    """All problems of a resolved configuration, errors first. ``fabrics``: the known names; empty: any."""
+    host = host or Host.read()
+    problems = [
+        *_node(config),
+        *_api(config, host),
+        *_peers(config),
+        *_memory(config, host),
+        *_transfer(config),
+        *_fabric(config, fabrics),
+    ]
+    return sorted(problems, key=lambda problem: problem.level)
+
+
+def _error(key: str, message: str) -> Problem:
+    return Problem("error", f"$.{key}", message)
+
+
+def _warning(key: str, message: str) -> Problem:
+    return Problem("warning", f"$.{key}", message)
+
+
+def _node(config: Config) -> Iterator[Problem]:
+    if not NODE_ID.fullmatch(config.node.id):
+        yield _error("node.id", f'"{config.node.id}" must be 1 to 64 of the characters A-Z a-z 0-9 . _ -')
+
+
+def _api(config: Config, host: Host) -> Iterator[Problem]:
+    path = config.api.socket
+    parent = os.path.dirname(path)
+    if not os.path.isabs(path):
+        yield _error("api.socket", f"{path} must be an absolute path")
+    elif len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        yield _error("api.socket", f"{path} has {len(os.fsencode(path))} bytes; Linux allows {MAX_SOCKET_PATH}")
+    elif not os.path.isdir(parent) and path != host.default_socket:
+        yield _error(
+            "api.socket",
+            f"the directory {parent} doesn't exist; make it, or use RuntimeDirectory= of the unit",
+        )
+    if config.api.group:
+        gid = host.group_id(config.api.group)
+        if gid is None:
+            yield _error(
+                "api.group",
+                f"there is no group {config.api.group}; make it with: groupadd --system {config.api.group}",
+            )
+        elif host.uid != 0 and gid not in host.groups:
+            yield _error(
+                "api.group",
+                f"user {host.uid} isn't a member of {config.api.group} and can't give it the socket",
+            )
+
+
+def _peers(config: Config) -> Iterator[Problem]:
+    peers = config.peers
+    listen = _address("peers.listen", peers.listen)
+    advertise = _address("peers.advertise", peers.advertise) if peers.advertise else listen
+    static = {node: _address(f"peers.static.{node}", address) for node, address in peers.static.items()}
+    yield from (found for found in (listen, advertise, *static.values()) if isinstance(found, Problem))
+    remote = sorted(n for n, a in static.items() if not isinstance(a, Problem) and not is_loopback(a[0]))
+
+    if isinstance(listen, tuple):
+        if is_wildcard(listen[0]):
+            yield _warning(
+                "peers.listen",
+                f"{peers.listen} listens on every network of this host; name the address that peers use",
+            )
+        if not peers.key_file and not is_loopback(listen[0]):
+            yield _error(
+                "peers.key_file",
+                f"peers.listen is {peers.listen}, which other hosts can reach, so peers must prove a shared "
+                "key; name its file here, or listen on 127.0.0.1",
+            )
+    if remote and not peers.key_file and isinstance(listen, tuple) and is_loopback(listen[0]):
+        yield _error(
+            "peers.key_file",
+            f"peer {remote[0]} is on another host, where kvd asks for the shared key; name its file here",
+        )
+    if isinstance(advertise, tuple):
+        key = "peers.advertise" if peers.advertise else "peers.listen"
+        if peers.advertise and (is_wildcard(advertise[0]) or advertise[1] == 0):
+            yield _error(key, f"{peers.advertise} can't be dialled; set this host's own address and port")
+        elif is_loopback(advertise[0]) and remote:
+            yield _error(
+                key,
+                f"peers would be told {advertise[0]}, where each of them finds itself, and {remote[0]} is on "
+                "another host; set peers.advertise to an address that it can reach",
+            )
+    for node, address in static.items():
+        if not NODE_ID.fullmatch(node):
+            yield _error(f"peers.static.{node}", "a node id has 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        if node == config.node.id:
+            yield _error(f"peers.static.{node}", "this is the node's own id; list only the others, or set node.id")
+        if isinstance(address, tuple) and (address[1] == 0 or is_wildcard(address[0])):
+            yield _error(
+                f"peers.static.{node}",
+                f"{peers.static[node]} can't be dialled; give the peer's address and port",
+            )
+    if peers.heartbeat_s >= peers.timeout_s:
+        yield _error(
+            "peers.timeout_s",
+            f"{peers.timeout_s:g} s is not above heartbeat_s ({peers.heartbeat_s:g} s), so healthy peers "
+            "would count as lost; three heartbeats or more are sensible",
+        )
+    elif peers.timeout_s < 2 * peers.heartbeat_s:
+        yield _warning("peers.timeout_s", "less than two heartbeats: one late packet loses a peer")
+    if peers.key_file:
+        try:
+            read_keys(peers.key_file)
+        except ConfigError as error:
+            yield _error("peers.key_file", error.message)
+
+
+def _memory(config: Config, host: Host) -> Iterator[Problem]:
+    memory = config.memory
+    if memory.pool > host.memory:
+        yield _error(
+            "memory.pool",
+            f"{format_size(memory.pool)} is more than the {about(host.memory)} that this host (or control "
+            f"group) has; set at most {format_size(host.memory * 3 // 4 >> 20 << 20)}",
+        )
+    elif memory.pool > host.memory * 9 // 10:
+        yield _warning(
+            "memory.pool",
+            f"{format_size(memory.pool)} leaves under a tenth of the host's {about(host.memory)} to all else",
+        )
+    if memory.arena < MIN_ARENA:
+        yield _error("memory.arena", f"{format_size(memory.arena)} is less than {format_size(MIN_ARENA)}")
+    if memory.arena > memory.pool:
+        yield _error(
+            "memory.arena",
+            f"{format_size(memory.arena)} is more than memory.pool, {format_size(memory.pool)}",
+        )
+    if memory.client_limit > memory.pool:
+        yield _warning("memory.client_limit", "more than memory.pool, so it limits nobody")
+    if memory.huge_pages == "always" and host.huge_page_bytes < memory.pool:
+        yield _error(
+            "memory.huge_pages",
+            f'"always" needs {format_size(memory.pool)} of huge pages and the system has set aside '
+            f'{format_size(host.huge_page_bytes)}; raise vm.nr_hugepages, or use "auto"',
+        )
+
+
+def _transfer(config: Config) -> Iterator[Problem]:
+    transfer = config.transfer
+    if transfer.chunk < MIN_CHUNK:
+        yield _error("transfer.chunk", f"{format_size(transfer.chunk)} is less than {format_size(MIN_CHUNK)}")
+    if transfer.chunk > transfer.window:
+        yield _error(
+            "transfer.chunk",
+            f"{format_size(transfer.chunk)} is more than transfer.window, {format_size(transfer.window)}",
+        )
+    if transfer.rendezvous_s > transfer.deadline_s:
+        yield _warning(
+            "transfer.rendezvous_s",
+            f"{transfer.rendezvous_s:g} s is longer than deadline_s ({transfer.deadline_s:g} s), which ends "
+            "the wait first",
+        )
+
+
+def _fabric(config: Config, fabrics: Collection[str]) -> Iterator[Problem]:
+    name = config.fabric.name
+    if fabrics and name != "auto" and name not in fabrics:
+        yield _error("fabric.name", f'there is no fabric "{name}"; known are auto, {", ".join(sorted(fabrics))}')
+
+
+def _address(key: str, text: str) -> tuple[str, int] | Problem:
+    try:
+        return split_address(text)
+    except ValueError as error:
+        return _error(key, str(error))

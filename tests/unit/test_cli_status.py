@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from kvd.cli import status as status_module
+from kvd.cli.main import app
+from kvd.cli.status import bar, columns, duration, printable, render
+from kvd.errors import DaemonUnreachable
+from kvd_client.protocol import MemoryStatus, PeerStatus, Status, TransferStatus
+
+PEER = PeerStatus(node="b", address="10.0.0.2:7440", state="connected", bytes_sent=3 << 29)
+PART = TransferStatus(
+    transfer=1,
+    request="cmpl-7f3a",
+    role="source",
+    state="sending",
+    peer="b",
+    rank=0,
+    ranks=1,
+    bytes_total=200,
+    bytes_done=50,
+    age_s=1.26,
+)
+STATUS = Status(
+    node="a",
+    boot="0123456789abcdef",
+    version="0.1.0",
+    pid=77,
+    uptime_s=3725.0,
+    health="ok",
+    reasons=[],
+    fabric="tcp",
+    kernels="avx2",
+    listen="10.0.0.1:7440",
+    socket="/run/kvd/kvd.sock",
+    clients=1,
+    draining=False,
+    memory=MemoryStatus(limit=4 << 30, registered=256 << 20, in_use=3 << 19, leases=2, huge_pages=False),
+    peers=[PEER],
+    transfers=[PART],
+    counters={"delivered": 3},
+)
+
+
+def test_what_people_see() -> None:
+    assert "\n".join(render(STATUS)) == (
+        "a  ok  up 1h02m  kvd 0.1.0  pid 77\n"
+        "  boot     0123456789abcdef\n"
+        "  listen   10.0.0.1:7440\n"
+        "  socket   /run/kvd/kvd.sock  (1 client)\n"
+        "  fabric   tcp, kernels avx2\n"
+        "  memory   1.5 MiB in use by 2 leases, 256 MiB registered of 4.0 GiB, small pages\n"
+        "\n"
+        "PEER  STATE      ADDRESS           SENT  RECEIVED\n"
+        "b     connected  10.0.0.2:7440  1.5 GiB       0 B\n"
+        "\n"
+        "REQUEST    ROLE    PEER  STATE    PROGRESS            SIZE   AGE\n"
+        "cmpl-7f3a  source  b     sending  [##........]  25%  200 B  1.3s"
+    )
+
+
+def test_without_peers_and_transfers() -> None:
+    lines = list(render(replace(STATUS, peers=[], transfers=[], draining=True)))
+    assert lines[0].startswith("a  draining  up")
+    assert "no peers" in lines
+    assert lines[-1] == "no transfers"
+
+
+def test_why_it_is_degraded() -> None:
+    down = replace(PEER, state="down", error="connection refused")
+    lines = list(render(replace(STATUS, health="degraded", reasons=["peer 'b': connection refused"], peers=[down])))
+    assert lines[0].startswith("a  degraded")
+    assert lines[1] == "  ! peer 'b': connection refused"
+    assert "  ! connection refused" in lines
+
+
+def test_ranks_and_thousands_of_transfers() -> None:
+    parts = [replace(PART, rank=i % 4, ranks=4) for i in range(2000)]
+    lines = list(render(replace(STATUS, transfers=parts)))
+    assert any(line.startswith("cmpl-7f3a[3/4]") for line in lines)
+    assert lines[-1] == "and 1950 more; --json lists all"
+
+
+@given(
+    st.text(max_size=300),
+    st.text(max_size=64),
+    st.integers(0, 1 << 50),
+    st.floats(0, 1e7),
+    st.sampled_from([74, 80, 120]),
+)
+def test_request_ids_of_any_length_leave_the_columns_in_place(
+    request_id: str, node: str, total: int, age: float, width: int
+) -> None:
+    part = replace(PART, request=request_id, peer=node, state="RENDEZVOUS_TIMEOUT", bytes_total=total, age_s=age)
+    peer = replace(PEER, node=node, error=request_id)
+    status = replace(STATUS, peers=[peer], transfers=[PART, part])
+    lines = [printable(line) for line in render(status, width=width)]
+    assert all(len(line) <= width for line in lines[7:])
+    assert all(line.isprintable() for line in lines)
+
+
+def test_columns_shorten_only_what_may_be_shortened() -> None:
+    rows = [("REQUEST", "AGE"), ("a" * 50, "1.0s"), ("b", "10s")]
+    assert columns(rows, right=(1,), give=(0,), width=20) == [
+        "REQUEST          AGE",
+        "aaaaaaaaaaaaa…  1.0s",
+        "b                10s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "text"),
+    [
+        (0, 10, "[....]   0%"),
+        (5, 10, "[##..]  50%"),
+        (999, 1000, "[###.]  99%"),
+        (10, 10, "[####] 100%"),
+        (11, 10, "[####] 100%"),
+        (0, 0, "[####] 100%"),
+    ],
+)
+def test_bars(done: int, total: int, text: str) -> None:
+    assert bar(done, total, 4) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0s"),
+        (9.94, "9.9s"),
+        (9.96, "10s"),
+        (59.6, "1m00s"),
+        (185, "3m05s"),
+        (7620, "2h07m"),
+        (442800, "5d03h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+class FakeClient:
+    asked: ClassVar[list[str]] = []
+    answer = STATUS
+
+    def __init__(self, path: str, name: str) -> None:
+        self.asked.append(path)
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *ending: type[BaseException] | BaseException | TracebackType | None) -> None:
+        pass
+
+    def status(self) -> Status:
+        return self.answer
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
+    monkeypatch.setattr(status_module, "Client", FakeClient)
+    monkeypatch.setattr(FakeClient, "asked", [])
+    for name in ("KVD_CONFIG", "KVD_SOCKET"):
+        monkeypatch.delenv(name, raising=False)
+    return FakeClient
+
+
+def test_exit_codes(client: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, ["status", "--socket", "/s"]).exit_code == 0
+    monkeypatch.setattr(client, "answer", replace(STATUS, health="degraded"))
+    assert CliRunner().invoke(app, ["status", "--socket", "/s"]).exit_code == 1
+
+
+def test_json(client: type[FakeClient]) -> None:
+    tree = json.loads(CliRunner().invoke(app, ["status", "--socket", "/s", "--json"]).output)
+    assert (tree["node"], tree["memory"]["limit"], tree["transfers"][0]["bytes_done"]) == ("a", 4 << 30, 50)
+    assert "type" not in tree
+
+
+def test_which_socket_is_asked(client: type[FakeClient], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "kvd.toml"
+    path.write_text('[api]\nsocket = "/file.sock"\n')
+    CliRunner().invoke(app, ["status", "--config", str(path)])
+    monkeypatch.setenv("KVD_CONFIG", str(path))
+    CliRunner().invoke(app, ["status"])
+    monkeypatch.setenv("KVD_SOCKET", "/environment.sock")
+    CliRunner().invoke(app, ["status"])
+    CliRunner().invoke(app, ["status", "--socket", "/option.sock"])
+    assert client.asked == ["/file.sock", "/file.sock", "/environment.sock", "/option.sock"]
+
+
+def test_watching_asks_again_until_nobody_answers(client: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 2:
+            monkeypatch.setattr(client, "status", unreachable)
+
+    def unreachable(self: FakeClient) -> Status:
+        raise DaemonUnreachable("no daemon answers at /s")
+
+    monkeypatch.setattr(status_module.time, "sleep", sleep)
+    result = CliRunner().invoke(app, ["status", "--socket", "/s", "--watch", "0.5", "--json"])
+    assert result.exit_code == 3
+    assert [json.loads(line)["node"] for line in result.stdout.splitlines()] == ["a", "a"]
+    assert waited == [0.5, 0.5]
+
+
+def test_a_users_status_finds_the_system_daemon(
+    client: type[FakeClient], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvd.config.SYSTEM_FILE", tmp_path / "kvd.toml")
+    monkeypatch.setattr("kvd.cli.status.SYSTEM_SOCKET", str(tmp_path / "system.sock"))
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path / "user"))
+    CliRunner().invoke(app, ["status"])
+    (tmp_path / "system.sock").touch()
+    CliRunner().invoke(app, ["status"])
+    (tmp_path / "kvd.toml").write_text("[nonsense]\n")
+    CliRunner().invoke(app, ["status"])
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user/kvd.sock").touch()
+    CliRunner().invoke(app, ["status"])
+    own, system = str(tmp_path / "user/kvd.sock"), str(tmp_path / "system.sock")
+    assert client.asked == [own, system, system, own]
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["status", "--socket", str(tmp_path / "none.sock")])
+    assert result.exit_code == 3
+    assert result.stderr.startswith(f"kvd: no daemon answers at {tmp_path}/none.sock")
+    assert "kvd serve" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
