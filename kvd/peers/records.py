@@ -1,0 +1,85 @@
+"""What is remembered of each peer across its sessions, for ``kvd status``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+
+from kvd.peers.session import PeerSession
+from kvd.types import NodeId
+from kvd_client.protocol import PeerStatus
+
+MAX_STRANGERS = 4096
+"""Nodes that are remembered though they are not configured; the oldest are forgotten first."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Record:
+    address: str
+    boot: str = ""
+    error: str = ""
+    failures: int = 0
+    """Attempts to connect since the last session."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class Records:
+    """One record a node, the configured ones from the start."""
+
+    def __init__(self, addresses: Mapping[NodeId, str], fabric: str) -> None:
+        self._configured = frozenset(addresses)
+        self._fabric = fabric
+        self._records = {node: _Record(address) for node, address in addresses.items()}
+
+    def connected(self, session: PeerSession) -> None:
+        """A session has begun."""
+        record = self._records.get(session.node)
+        if record is None:
+            strangers = [node for node in self._records if node not in self._configured]
+            if len(strangers) >= MAX_STRANGERS:
+                del self._records[strangers[0]]
+            record = self._records[session.node] = _Record(session.address)
+        record.boot, record.error, record.failures = session.boot, "", 0
+
+    def failed(self, node: NodeId, error: BaseException) -> None:
+        """An attempt to connect has failed."""
+        record = self._records[node]
+        record.failures += 1
+        record.error = str(error)
+
+    def ended(self, session: PeerSession) -> None:
+        """A session has ended; its counters have their last values."""
+        record = self._records.get(session.node)
+        if record is not None:
+            record.bytes_sent += session.endpoint.counters.bytes_sent
+            record.bytes_received += session.endpoint.counters.bytes_received
+            # Nodes that only ever come to us may leave for good without anything being wrong here.
+            record.error = str(session.error) if session.node in self._configured else ""
+
+    def statuses(
+        self, sessions: Mapping[NodeId, Sequence[PeerSession]], connecting: Container[NodeId]
+    ) -> list[PeerStatus]:
+        """All records by name; ``sessions`` are those that have not been reported to :meth:`ended`."""
+        return [
+            self._status(node, record, sessions.get(node, ()), node in connecting)
+            for node, record in sorted(self._records.items())
+        ]
+
+    def _status(
+        self, node: NodeId, record: _Record, sessions: Sequence[PeerSession], connecting: bool
+    ) -> PeerStatus:
+        live = next((session for session in sessions if session.error is None), None)
+        error = record.error
+        if record.failures > 1:
+            error = f"{error} ({record.failures} attempts)"
+        return PeerStatus(
+            node=node,
+            address=live.address if live else record.address,
+            state="connected" if live else "connecting" if connecting else "down",
+            boot=live.boot if live else record.boot,
+            fabric=self._fabric if live else "",
+            bytes_sent=record.bytes_sent + sum(s.endpoint.counters.bytes_sent for s in sessions),
+            bytes_received=record.bytes_received + sum(s.endpoint.counters.bytes_received for s in sessions),
+            error="" if live else error,
+        )

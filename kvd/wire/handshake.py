@@ -1,0 +1,469 @@
+"""The handshake of a peer session, as objects without IO: bytes in, events and bytes out.
+
+A connection begins with a preface of fixed form in every version: magic, wire version, kind. It is checked before
+anything else is decoded. What follows are frames of at most 4 KiB. Each side checks what it receives; the first
+that objects sends a :class:`Reject`, so that both know the reason. To foreign bytes nothing is answered.
+
+Control connection, dialler's side::
+
+    state          receives       sends                  next
+    (made)         -              preface, Hello         AWAIT_PREFACE
+    AWAIT_PREFACE  preface        -                      AWAIT_HELLO
+    AWAIT_HELLO    Hello          Proof                  AWAIT_WELCOME
+    AWAIT_WELCOME  Welcome        -                      AWAIT_PROOF
+    AWAIT_PROOF    Proof          Ready                  DONE: Established
+
+Control connection, acceptor's side::
+
+    AWAIT_PREFACE  preface        -                      AWAIT_HELLO
+    AWAIT_HELLO    Hello          preface, Hello         AWAIT_PROOF
+    AWAIT_PROOF    Proof          Welcome, Proof         AWAIT_READY (the lane key exists from here on)
+    AWAIT_READY    Ready          -                      DONE: Established
+
+Lane stream, dialler's side, then acceptor's::
+
+    (made)         -              preface, LaneHello     AWAIT_PREFACE
+    AWAIT_PREFACE  preface        -                      AWAIT_HELLO
+    AWAIT_HELLO    LaneChallenge  Proof                  AWAIT_PROOF
+    AWAIT_PROOF    Proof          -                      DONE: LaneEstablished
+
+    AWAIT_PREFACE  preface        -                      AWAIT_HELLO
+    AWAIT_HELLO    LaneHello      preface, LaneChallenge AWAIT_PROOF
+    AWAIT_PROOF    Proof          Proof                  DONE: LaneEstablished
+
+In every state a Reject, a message that is not due, or a failed check leads to FAILED: Failed.
+
+Version history: 1, first version.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvd.errors import KvdError, PeerUnreachable, ProtocolError
+from kvd.types import Lane, NodeId
+from kvd.wire import auth
+from kvd.wire.framing import FrameParser, frame
+from kvd.wire.hello import (
+    MAGIC,
+    MAX_MESSAGE,
+    PREFACE,
+    HandshakeMessage,
+    Hello,
+    Identity,
+    Kind,
+    LaneChallenge,
+    LaneHello,
+    Proof,
+    Ready,
+    Reject,
+    Welcome,
+    check_hello,
+    compare_fingerprints,
+    compare_versions,
+    decode,
+    encode_reject,
+    guess,
+    make_hello,
+    other_node,
+    rejection,
+)
+from kvd.wire.messages import WIRE_VERSION
+
+
+class State(enum.Enum):
+    """See the tables at the top."""
+
+    AWAIT_PREFACE = enum.auto()
+    AWAIT_HELLO = enum.auto()
+    AWAIT_WELCOME = enum.auto()
+    AWAIT_PROOF = enum.auto()
+    AWAIT_READY = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+# --- events -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Established:
+    """A control connection is through; session messages follow."""
+
+    node: NodeId
+    boot: str
+    address: str
+    """What the peer advertises."""
+    fabric: str
+    session: bytes
+    """Names the session in the handshakes of its lanes; chosen by the acceptor."""
+    lane_key: bytes = dataclasses.field(repr=False)
+    """With which the session's lanes prove that they belong to it."""
+    authenticated: bool
+    """Whether the peer has proven a shared key."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneEstablished:
+    """A lane stream is through; every further byte belongs to the fabric."""
+
+    session: bytes
+    lane: Lane
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """The handshake is over without success. Send ``data_to_send()``, then close the connection."""
+
+    error: KvdError
+    remote: bool
+    """Whether the far side refused (its reason is the error), or this one did."""
+
+
+Event = Established | LaneEstablished | Failed
+
+
+# --- the machines -------------------------------------------------------------------------------------------------
+
+
+class Handshake(abc.ABC):
+    """One side of one connection's handshake; make a :class:`Dialler`, :class:`LaneDialler` or :class:`Acceptor`."""
+
+    def __init__(self, us: str, them: str) -> None:
+        self.state = State.AWAIT_PREFACE
+        self._us, self._them = us, them
+        self._parser = FrameParser(MAX_MESSAGE)
+        self._preface = bytearray()
+        self._preface_sent = False
+        self._out = bytearray()
+        self._digest = hashlib.sha256()
+        self._event: Event | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.state in (State.DONE, State.FAILED)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that the next step needs at least: who reads no more than this takes no byte of what follows."""
+        if self.finished:
+            return 0
+        if self.state is State.AWAIT_PREFACE:
+            return PREFACE.size - len(self._preface)
+        return self._parser.wanted
+
+    def data_to_send(self) -> bytes:
+        """Bytes for the far side, once."""
+        out = bytes(self._out)
+        self._out.clear()
+        return out
+
+    def trailing_data(self) -> bytes:
+        """What came behind the handshake's last byte; for whoever takes the connection over."""
+        return self._parser.rest()
+
+    def receive_data(self, data: bytes | bytearray | memoryview) -> list[Event]:
+        """Take bytes as they come; never raises for what they are. Returns the handshake's end, once."""
+        if self.state is State.FAILED:
+            return []
+        try:
+            rest = self._receive_preface(data) if self.state is State.AWAIT_PREFACE else data
+            self._parser.feed(rest)
+            while not self.finished and (body := self._parser.next()) is not None:
+                self._receive(body)
+        except KvdError as error:
+            return self.refuse(error)
+        return self._take_event()
+
+    def receive_eof(self) -> list[Event]:
+        """The far side has closed the connection."""
+        if not self.finished:
+            text = f"{self._them} closed the connection in the middle of the handshake"
+            if not self._preface:
+                text += " before it sent a byte; look at its log, and whether a kvd listens there"
+            self._fail(PeerUnreachable(text, reason="closed"), remote=False)
+        return self._take_event()
+
+    def refuse(self, error: KvdError) -> list[Event]:
+        """Give up for ``error``, and tell the far side unless what it sent is foreign. Nothing once finished."""
+        if not self.finished:
+            if self._preface.startswith(MAGIC):
+                if not self._preface_sent:
+                    self._send_preface(Kind.ANSWER)
+                self._out += encode_reject(error)
+            self._fail(error, remote=False)
+        return self._take_event()
+
+    # What the three machines share
+
+    @abc.abstractmethod
+    def _expects(self) -> dict[State, tuple[type, Callable[[Any, bytes], None]]]:
+        """For each state the message that is due, and what takes it and the transcript up to it."""
+
+    @abc.abstractmethod
+    def _check_kind(self, kind: int) -> None: ...
+
+    @abc.abstractmethod
+    def _check_version(self, version: int) -> None: ...
+
+    def _receive_preface(self, data: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
+        need = PREFACE.size - len(self._preface)
+        self._preface += data[:need]
+        if not MAGIC.startswith(self._preface[: len(MAGIC)]):
+            raise ProtocolError(
+                f"{self._them} does not speak kvd's peer protocol: its first bytes are "
+                f"{bytes(self._preface)!r}{guess(self._preface)}"
+            )
+        if len(self._preface) == PREFACE.size:
+            _, version, kind = PREFACE.unpack(self._preface)
+            self._check_version(version)
+            self._check_kind(kind)
+            self._digest.update(self._preface)
+            self.state = State.AWAIT_HELLO
+        return data[need:]
+
+    def _receive(self, body: bytes) -> None:
+        message = decode(body)
+        if isinstance(message, Reject):
+            self._fail(rejection(message, self._them), remote=True)
+            return
+        due, handle = self._expects()[self.state]
+        if type(message) is not due:
+            raise ProtocolError(f"{self._them} sent a {type(message).__name__} where a {due.__name__} is due")
+        transcript = self._digest.digest()
+        self._digest.update(frame(body, MAX_MESSAGE))
+        handle(message, transcript)
+
+    def _send_preface(self, kind: Kind) -> None:
+        preface = PREFACE.pack(MAGIC, WIRE_VERSION, kind)
+        self._out += preface
+        self._digest.update(preface)
+        self._preface_sent = True
+
+    def _send(self, message: HandshakeMessage) -> None:
+        data = frame(msgspec.msgpack.encode(message), MAX_MESSAGE)
+        self._out += data
+        self._digest.update(data)
+
+    def _finish(self, event: Established | LaneEstablished) -> None:
+        self.state = State.DONE
+        self._event = event
+
+    def _fail(self, error: KvdError, *, remote: bool) -> None:
+        self.state = State.FAILED
+        self._event = Failed(error, remote)
+
+    def _take_event(self) -> list[Event]:
+        event, self._event = self._event, None
+        return [] if event is None else [event]
+
+    def _prove_lane(self, key: bytes, role: bytes) -> None:
+        self._send(Proof(proof=auth.prove(key, role, self._digest.digest())))
+
+    def _check_lane(self, key: bytes, role: bytes, transcript: bytes, proof: Proof) -> None:
+        if auth.matching_key([key], role, transcript, proof.proof) is None:
+            raise auth.failure(self._us, self._them)
+
+
+class _DiallerSide(Handshake):
+    def _check_version(self, version: int) -> None:
+        compare_versions(WIRE_VERSION, version)
+
+    def _check_kind(self, kind: int) -> None:
+        if kind != Kind.ANSWER:
+            raise ProtocolError(f"{self._them} answered with a preface of kind {kind}, which is a dialler's")
+
+
+class Dialler(_DiallerSide):
+    """The side that opened a control connection, to a node that should be ``expect``.
+
+    ``nonce``: 32 random bytes, never used before. Raises :class:`InvalidArgument` if what ``identity`` says does
+    not fit a message.
+    """
+
+    def __init__(self, identity: Identity, *, expect: NodeId, nonce: bytes) -> None:
+        super().__init__(f"node {identity.node}", f"node {expect}")
+        self._identity, self._expect, self._nonce = identity, expect, nonce
+        self._peer: Hello | None = None
+        self._welcome: Welcome | None = None
+        self._key = identity.keys[0] if identity.keys else None
+        self._send_preface(Kind.CONTROL)
+        self._send(make_hello(identity, nonce, expect))
+
+    def _expects(self) -> dict[State, tuple[type, Callable[[Any, bytes], None]]]:
+        return {
+            State.AWAIT_HELLO: (Hello, self._on_hello),
+            State.AWAIT_WELCOME: (Welcome, self._on_welcome),
+            State.AWAIT_PROOF: (Proof, self._on_proof),
+        }
+
+    def _on_hello(self, hello: Hello, transcript: bytes) -> None:
+        check_hello(self._identity, self._nonce, hello)
+        if hello.node != self._expect:
+            raise other_node(self._identity.node, self._expect, hello.node)
+        self._peer = hello
+        proof = auth.prove(self._key, auth.DIALLER, self._digest.digest()) if self._key else b""
+        self._send(Proof(proof=proof))
+        self.state = State.AWAIT_WELCOME
+
+    def _on_welcome(self, welcome: Welcome, transcript: bytes) -> None:
+        self._welcome = welcome
+        self.state = State.AWAIT_PROOF
+
+    def _on_proof(self, proof: Proof, transcript: bytes) -> None:
+        hello, welcome = self._peer, self._welcome
+        assert hello is not None
+        assert welcome is not None
+        # The acceptor proves with the key that it found in our proof, so a rotation works in any order of nodes.
+        if not _proven((self._key,) if self._key else (), auth.ACCEPTOR, transcript, proof)[0]:
+            raise auth.failure(self._us, self._them)
+        if len(welcome.token) != (0 if self._key else auth.LANE_KEY_BYTES):
+            raise ProtocolError(f"{self._them} sent a session token of {len(welcome.token)} bytes")
+        compare_fingerprints(self._identity, hello)
+        if welcome.fabric not in self._identity.fabrics:
+            raise ProtocolError(f"{self._them} chose the fabric {welcome.fabric!r}, which was not offered")
+        key = auth.lane_key(self._key, self._digest.digest()) if self._key else welcome.token
+        self._send(Ready())
+        self._finish(_established(hello, welcome, key, self._key is not None))
+
+
+class LaneDialler(_DiallerSide):
+    """The side that opened a stream for ``lane`` of an established session. ``nonce``: 32 fresh random bytes."""
+
+    def __init__(self, us: NodeId, session: Established, *, lane: Lane, nonce: bytes) -> None:
+        super().__init__(f"node {us}", f"node {session.node}")
+        self._session, self._lane = session, lane
+        self._send_preface(Kind.LANE)
+        self._send(LaneHello(session=session.session, lane=lane, nonce=nonce))
+
+    def _expects(self) -> dict[State, tuple[type, Callable[[Any, bytes], None]]]:
+        return {
+            State.AWAIT_HELLO: (LaneChallenge, self._on_challenge),
+            State.AWAIT_PROOF: (Proof, self._on_proof),
+        }
+
+    def _on_challenge(self, challenge: LaneChallenge, transcript: bytes) -> None:
+        self._prove_lane(self._session.lane_key, auth.LANE_DIALLER)
+        self.state = State.AWAIT_PROOF
+
+    def _on_proof(self, proof: Proof, transcript: bytes) -> None:
+        self._check_lane(self._session.lane_key, auth.LANE_ACCEPTOR, transcript, proof)
+        self._finish(LaneEstablished(self._session.session, self._lane))
+
+
+class Acceptor(Handshake):
+    """The side that was dialled, for connections of both kinds.
+
+    ``nonce`` (32), ``session`` (16) and ``token`` (32) are random bytes never used before; the latter two are
+    for a session if this becomes one. ``find_lane(session, lane)`` gives the lane key of a session that still waits
+    for a stream of this lane, or ``None``.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        nonce: bytes,
+        session: bytes,
+        token: bytes,
+        find_lane: Callable[[bytes, Lane], bytes | None],
+    ) -> None:
+        super().__init__(f"node {identity.node}", "the dialler")
+        self._identity, self._nonce, self._session, self._token = identity, nonce, session, token
+        self._find_lane = find_lane
+        self._kind = Kind.CONTROL
+        self._peer: Hello | None = None
+        self._welcome: Welcome | None = None
+        self._lane = Lane.URGENT
+        self._authenticated = False
+        self.lane_key: bytes | None = None
+        """Set as soon as the dialler has proven itself: its lanes may come before its :class:`Ready`."""
+
+    def _check_version(self, version: int) -> None:
+        compare_versions(version, WIRE_VERSION)
+
+    def _check_kind(self, kind: int) -> None:
+        if kind not in (Kind.CONTROL, Kind.LANE):
+            raise ProtocolError(f"{self._them} opened a connection of unknown kind {kind}")
+        self._kind = Kind(kind)
+
+    def _expects(self) -> dict[State, tuple[type, Callable[[Any, bytes], None]]]:
+        if self._kind is Kind.LANE:
+            return {
+                State.AWAIT_HELLO: (LaneHello, self._on_lane_hello),
+                State.AWAIT_PROOF: (Proof, self._on_lane_proof),
+            }
+        return {
+            State.AWAIT_HELLO: (Hello, self._on_hello),
+            State.AWAIT_PROOF: (Proof, self._on_proof),
+            State.AWAIT_READY: (Ready, self._on_ready),
+        }
+
+    def _on_hello(self, hello: Hello, transcript: bytes) -> None:
+        self._them = f"node {hello.node}"
+        if hello.expect != self._identity.node:
+            raise other_node(hello.node, hello.expect, self._identity.node)
+        check_hello(self._identity, self._nonce, hello)
+        self._peer = hello
+        self._send_preface(Kind.ANSWER)
+        self._send(make_hello(self._identity, self._nonce, ""))
+        self.state = State.AWAIT_PROOF
+
+    def _on_proof(self, proof: Proof, transcript: bytes) -> None:
+        hello = self._peer
+        assert hello is not None
+        proven, key = _proven(self._identity.keys, auth.DIALLER, transcript, proof)
+        if not proven:
+            raise auth.failure(self._us, self._them)
+        compare_fingerprints(self._identity, hello)
+        fabric = next(name for name in hello.fabrics if name in self._identity.fabrics)
+        self._welcome = Welcome(fabric=fabric, session=self._session, token=b"" if key else self._token)
+        self._send(self._welcome)
+        self._send(Proof(proof=auth.prove(key, auth.ACCEPTOR, self._digest.digest()) if key else b""))
+        self._authenticated = key is not None
+        self.lane_key = auth.lane_key(key, self._digest.digest()) if key else self._token
+        self.state = State.AWAIT_READY
+
+    def _on_ready(self, ready: Ready, transcript: bytes) -> None:
+        assert self._peer is not None
+        assert self._welcome is not None
+        assert self.lane_key is not None
+        self._finish(_established(self._peer, self._welcome, self.lane_key, self._authenticated))
+
+    def _on_lane_hello(self, hello: LaneHello, transcript: bytes) -> None:
+        self._session, self._lane = hello.session, hello.lane
+        # An unknown session is challenged, too, and fails at its proof: a stranger learns nothing by trying.
+        self.lane_key = self._find_lane(hello.session, hello.lane)
+        self._send_preface(Kind.ANSWER)
+        self._send(LaneChallenge(nonce=self._nonce))
+        self.state = State.AWAIT_PROOF
+
+    def _on_lane_proof(self, proof: Proof, transcript: bytes) -> None:
+        key = self.lane_key
+        self._check_lane(key if key is not None else self._token, auth.LANE_DIALLER, transcript, proof)
+        if key is None:
+            raise auth.failure(self._us, self._them)
+        self._prove_lane(key, auth.LANE_ACCEPTOR)
+        self._finish(LaneEstablished(self._session, self._lane))
+
+
+def _proven(
+    keys: tuple[bytes, ...], role: bytes, transcript: bytes, proof: Proof
+) -> tuple[bool, bytes | None]:
+    if not keys:
+        return proof.proof == b"", None
+    key = auth.matching_key(keys, role, transcript, proof.proof)
+    return key is not None, key
+
+
+def _established(hello: Hello, welcome: Welcome, key: bytes, authenticated: bool) -> Established:
+    return Established(
+        hello.node, hello.boot, hello.address, welcome.fabric, welcome.session, key, authenticated
+    )

@@ -1,0 +1,136 @@
+"""Messages between two daemons, on the control connection of a peer session (after the handshake).
+
+Framing and limits are those of the local API (:mod:`kvd_client.protocol`). ``transfer`` always names the
+*receiver's* part, except in :class:`Open` and :class:`Announce`, where the sender tells its own.
+
+Version history: 1, first version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvd_client.spec import KVSpec, PartLayout, TokenRange
+
+WIRE_VERSION = 1
+
+
+class WireMessage(msgspec.Struct, kw_only=True, tag_field="type", forbid_unknown_fields=True):
+    """Base of the messages between daemons."""
+
+
+class Announce(WireMessage, tag="announce"):
+    """Source to sink node: this request is here, come and open it. Sent where the source knows its sink."""
+
+    source: int
+    request: str
+    rank: int
+
+
+class Open(WireMessage, tag="open"):
+    """Sink to source: send me this rank of a transfer, into the memory behind ``grant``."""
+
+    sink: int
+    request: str
+    handle: str
+    """The source's handle; if not empty, it must exist already, and decides instead of ``request``."""
+    rank: int
+    ranks: int
+    head_start: int
+    spec: KVSpec
+    layout: PartLayout
+    """The sink's; heads, rows and entry size must be the source's, the capacity may differ."""
+    lengths: list[int]
+    held: list[TokenRange]
+    grant: bytes
+    deadline_s: float
+    """Seconds left for the transfer on the sink's clock."""
+
+
+class Accepted(WireMessage, tag="accepted"):
+    """Source to sink: the two sides are paired."""
+
+    transfer: int
+    source: int
+
+
+class Refused(WireMessage, tag="refused"):
+    """Source to sink: this open can't be served. ``code`` is one of :mod:`kvd.errors`."""
+
+    transfer: int
+    code: str
+    message: str
+    fields: dict[str, Any]
+
+
+class Withdraw(WireMessage, tag="withdraw"):
+    """Sink to source: forget the open that I sent as part ``sink``; sent while no :class:`Accepted` has come."""
+
+    sink: int
+    code: str
+    message: str
+    fields: dict[str, Any]
+
+
+class Delivered(WireMessage, tag="delivered"):
+    """Sink to source: every token that the sink wants is in place; the source's memory is not needed any more."""
+
+    transfer: int
+
+
+class Abort(WireMessage, tag="abort"):
+    """Either way: the transfer has ended on my side for this reason."""
+
+    transfer: int
+    code: str
+    message: str
+    fields: dict[str, Any]
+
+
+class RejectHandle(WireMessage, tag="reject"):
+    """Sink node to source: nobody will open this handle (or request); free it."""
+
+    handle: str
+    request: str
+    reason: str
+
+
+class Ping(WireMessage, tag="ping"):
+    """Liveness; answered by :class:`Pong` with the same number."""
+
+    number: int
+
+
+class Pong(WireMessage, tag="pong"):
+    number: int
+
+
+PeerMessage = Announce | Open | Accepted | Refused | Withdraw | Delivered | Abort | RejectHandle | Ping | Pong
+
+
+class FabricBlob(WireMessage, tag="fabric"):
+    """What the fabrics of the two sides tell each other while they connect, in the order of sending."""
+
+    blob: bytes
+
+
+class Closing(WireMessage, tag="closing"):
+    """Last message of a session that its sender ends on purpose. ``code`` is one of :mod:`kvd.errors`."""
+
+    code: str
+    message: str
+
+
+SessionMessage = FabricBlob | Closing
+"""Messages that the peer session itself consumes."""
+
+
+class Arrived(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a write's ``notify`` carries: these token ranges of a layer are in place at the sink, mask included."""
+
+    transfer: int
+    """The sink's part."""
+    layer: int
+    ranges: list[TokenRange]
