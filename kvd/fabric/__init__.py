@@ -1,0 +1,1 @@
+"""Ways to move bytes between nodes; :mod:`kvd.fabric.base` is the contract."""

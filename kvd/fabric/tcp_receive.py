@@ -1,0 +1,279 @@
+"""The receiving half of a lane of the tcp fabric: from the byte stream straight into granted memory.
+
+Headers, descriptors and small payloads go through a staging buffer; the rest of a payload is received where it
+belongs, in the same system call as the beginning of what follows it. Nothing is placed before the token and
+all descriptors of its frame have been checked; what is refused goes to scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from kvd_kernels import copy_runs
+
+from kvd.errors import FabricError, ProtocolError
+from kvd.fabric.base import EndpointCounters, Grant
+from kvd.fabric.frames import (
+    HEADER_BYTES,
+    MAX_MESSAGE,
+    MAX_READS,
+    MAX_RUNS,
+    MAX_UNACKED,
+    RUN_BYTES,
+    Header,
+    Kind,
+    inside,
+    refusal_of,
+    unpack_header,
+    unpack_runs,
+)
+from kvd.fabric.iovec import Vector
+from kvd.fabric.regions import Refusal, RegionTable, address_of
+from kvd.fabric.tcp_send import Answer, LaneOut, ReadPart, TcpOperation
+from kvd.types import Descriptors, Lane
+
+STAGING_BYTES = 2 * (HEADER_BYTES + MAX_RUNS * RUN_BYTES)
+"""Room for the longest header with descriptors, and more."""
+LOOKAHEAD_BYTES = 4096
+"""How much is received of what follows a payload: enough for a header, little to copy if it is payload again."""
+BURST_BYTES = 1 << 20
+"""How much is received before the event loop gets its turn."""
+
+_scratch = bytearray(64 << 10)
+"""Where refused payload goes; never read."""
+_SCRATCH_ADDRESS = address_of(_scratch)
+
+
+class LaneIn:
+    """Receives on one connection."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        fd: int,
+        table: RegionTable,
+        counters: EndpointCounters,
+        out: LaneOut,
+        deliver: Callable[[Lane, bytes], None],
+    ) -> None:
+        self.lane = lane
+        self.fd = fd
+        self._table = table
+        self._counters = counters
+        self._out = out
+        self._deliver = deliver
+        self._ended = False
+        self._staging = bytearray(STAGING_BYTES)
+        self._staging_address = address_of(self._staging)
+        self._start = self._end = 0
+        self._bounce = bytearray(MAX_MESSAGE)
+        self._bounce_address = address_of(self._bounce)
+        self._vector = Vector()
+        self._header: Header | None = None
+        """Of the frame whose payload is being received, or whose descriptors are."""
+        self._frames = 0
+        self._grant: Grant | None = None
+        """Where the current frame's payload goes; None for a refused one. Keeps the memory alive."""
+        self._then: Descriptors | None = None
+        self._part: ReadPart | None = None
+        self._op = 0
+        """The operation that was accepted last."""
+        self._refused_op = 0
+        out.on_stopped = self._abandon
+
+    def receive(self) -> None:
+        """Take what has arrived, within bounds. Raises OSError, FabricError at the stream's end, ProtocolError."""
+        budget = BURST_BYTES
+        while budget > 0 and not self._ended:
+            if self._vector.remaining:
+                asked = self._vector.remaining + LOOKAHEAD_BYTES
+                n, self._end = self._vector.receive(self.fd, self._staging_address, LOOKAHEAD_BYTES)
+            else:
+                self._compact()
+                asked = STAGING_BYTES - self._end
+                self._vector.clear()
+                n, fresh = self._vector.receive(self.fd, self._staging_address + self._end, asked)
+                self._end += fresh
+            if n < 0:
+                return
+            if n == 0:
+                raise FabricError("the peer closed the connection")
+            budget -= n
+            self._parse()
+            if n < asked:
+                return  # the socket is drained, most likely
+
+    def revoke(self, grant: Grant) -> None:
+        """Let no more bytes land in ``grant``."""
+        if self._grant is not grant or self._header is None:
+            return
+        self._grant = None
+        if self._header.kind is Kind.WRITE:
+            self._drain(self._vector.remaining)
+        self._refuse(self._header.op, Refusal.REVOKED)
+
+    def end(self) -> None:
+        """Receive nothing any more and let go of all memory."""
+        self._ended = True
+        self._vector.clear()
+        self._grant = None
+        self._part = None
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    def _compact(self) -> None:
+        if self._start:
+            left = self._end - self._start
+            self._staging[:left] = self._staging[self._start : self._end]
+            self._start, self._end = 0, left
+
+    def _parse(self) -> None:
+        while not self._ended:
+            if self._vector.remaining:
+                taken = self._vector.fill_from(self._staging_address + self._start, self._end - self._start)
+                self._start += taken
+                if self._vector.remaining:
+                    break
+            elif self._header is None:
+                if self._end - self._start < HEADER_BYTES:
+                    break
+                header = unpack_header(self._staging, self._start)
+                need = HEADER_BYTES + header.runs * RUN_BYTES
+                if self._end - self._start < need:
+                    break
+                self._begin(header, self._start + HEADER_BYTES)
+                self._header = header
+                self._start += need
+                continue
+            complete, self._header = self._header, None
+            assert complete is not None
+            self._finish(complete)
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    def _begin(self, header: Header, runs_at: int) -> None:
+        """Decide where the frame's payload goes."""
+        self._vector.clear()
+        kind = header.kind
+        if kind <= Kind.NOTIFY and header.number != self._frames + 1:
+            raise ProtocolError(
+                f"frame {self._frames + 1} of the lane came with the number {header.number}; the connection is closed"
+            )
+        if kind is Kind.WRITE or kind is Kind.THEN:
+            self._begin_write(header, runs_at)
+        elif kind is Kind.MESSAGE or kind is Kind.NOTIFY:
+            self._to(self._bounce_address, header.payload)
+        elif kind is Kind.READ:
+            self._begin_read(header, runs_at)
+        elif kind is Kind.DATA:
+            self._begin_data(header)
+
+    def _begin_write(self, header: Header, runs_at: int) -> None:
+        runs = unpack_runs(self._staging, runs_at, header)
+        grant = self._granted(header, runs)
+        if grant is None:
+            self._drain(header.payload)
+            return
+        self._op = header.op
+        if header.kind is Kind.WRITE:
+            if header.runs:
+                self._vector.add_runs(self._table.address(grant.region) + grant.offset, runs[:, 0], runs[:, 1])
+        else:
+            self._then = np.empty((header.runs, 3), np.int64)
+            self._then[:, 0] = np.cumsum(runs[:, 1]) - runs[:, 1]
+            self._then[:, 1] = runs[:, 0] + grant.offset
+            self._then[:, 2] = runs[:, 1]
+            self._to(self._bounce_address, header.payload)
+        self._grant = grant
+
+    def _granted(self, header: Header, runs: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Grant | None:
+        if header.op == self._refused_op:
+            return None
+        access = self._table.check(header.token, header.low, header.high, write=True)
+        if isinstance(access, Grant):
+            if inside(runs, header.low, header.high):
+                return access
+            access = Refusal.OUT_OF_RANGE
+        elif access is Refusal.UNKNOWN_TOKEN and header.op == self._op:
+            access = Refusal.REVOKED
+        if self._out.refusals >= MAX_UNACKED:
+            raise ProtocolError(f"the peer let more than {MAX_UNACKED} refusals pile up; the connection is closed")
+        self._refuse(header.op, access)
+        return None
+
+    def _begin_read(self, header: Header, runs_at: int) -> None:
+        if len(self._out.answers) >= MAX_READS:
+            raise ProtocolError(f"the peer asked for more than {MAX_READS} reads at once; the connection is closed")
+        runs = unpack_runs(self._staging, runs_at, header)
+        access = self._table.check(header.token, header.low, header.high, write=False)
+        if isinstance(access, Grant) and not inside(runs, header.low, header.high):
+            access = Refusal.OUT_OF_RANGE
+        if isinstance(access, Refusal) and header.op != self._refused_op:
+            self._refused_op = header.op
+            self._counters.access_errors += 1
+        self._out.answers.append(Answer(header.op, access, runs, header.payload))
+
+    def _begin_data(self, header: Header) -> None:
+        part = self._out.reads[0] if self._out.reads else None
+        if part is None or part.op.id != header.op or part.nbytes != header.payload or not header.payload or part.filled:
+            raise ProtocolError(
+                f"the peer sent {header.payload} bytes for read {header.op}, which did not ask for them; the "
+                "connection is closed"
+            )
+        self._part = part
+        if part.op.settled:
+            self._drain(header.payload)
+        else:
+            self._vector.add_runs(part.op.base, part.rows[:, 0], part.rows[:, 2])
+
+    def _finish(self, header: Header) -> None:
+        """The frame's payload is in: act on it."""
+        kind, out = header.kind, self._out
+        if kind is Kind.ACK:
+            out.acknowledged(header.number)
+        elif kind is Kind.REFUSED:
+            refusal = refusal_of(header)
+            assert refusal is not None
+            out.refused(header.op, refusal)
+        elif kind is Kind.ANSWER:
+            out.answered(header.op, refusal_of(header))
+        elif kind is Kind.DATA:
+            assert self._part is not None
+            self._part.filled = True
+            if not self._part.op.settled:
+                self._counters.bytes_received += header.payload
+            self._part = None
+        elif kind is not Kind.READ:
+            grant, self._grant = self._grant, None
+            if grant is not None:
+                if self._then is not None:
+                    # Only now: no reader of the memory may see these bytes before those of the WRITEs.
+                    copy_runs(self._bounce, grant.region.memory, self._then)
+                self._counters.bytes_received += header.payload
+            self._then = None
+            self._frames += 1
+            out.acknowledge(self._frames)
+            if kind is Kind.MESSAGE or (kind is Kind.NOTIFY and header.op != self._refused_op):
+                self._counters.messages_received += 1
+                self._deliver(self.lane, bytes(self._bounce[: header.payload]))
+
+    def _refuse(self, op: int, refusal: Refusal) -> None:
+        self._refused_op = op
+        self._counters.access_errors += 1
+        self._out.refuse(op, refusal)
+
+    def _abandon(self, op: TcpOperation) -> None:
+        if self._part is not None and self._part.op is op:
+            self._drain(self._vector.remaining)
+
+    def _to(self, address: int, nbytes: int) -> None:
+        self._vector.clear()
+        if nbytes:
+            self._vector.add(address, nbytes)
+
+    def _drain(self, nbytes: int) -> None:
+        self._vector.clear()
+        while nbytes > 0:
+            self._vector.add(_SCRATCH_ADDRESS, min(nbytes, len(_scratch)))
+            nbytes -= len(_scratch)

@@ -1,0 +1,431 @@
+"""The sending half of a lane of the tcp fabric: operations become frames, frames become system calls.
+
+Operations of a lane go out in the order of submission, each as consecutive frames. Frames are collected into a *batch*
+that is handed to the kernel as a whole; what is in the batch counts as started, everything else can still be
+dropped. Answers to the peer's READs take turns with the lane's own operations; acknowledgements go before both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import KvdError, ProtocolError
+from kvd.fabric.base import EndpointCounters, Grant, Region
+from kvd.fabric.frames import (
+    HEADER_BYTES,
+    MAX_MESSAGE,
+    MAX_PAYLOAD,
+    MAX_READS,
+    MAX_RUNS,
+    MAX_UNACKED,
+    RUN_BYTES,
+    Header,
+    Kind,
+    pack_header,
+    pack_runs,
+)
+from kvd.fabric.iovec import Vector
+from kvd.fabric.operations import PendingOperation, aborted
+from kvd.fabric.regions import Refusal, RegionTable, access_error, address_of
+from kvd.fabric.runs import Runs
+from kvd.types import Descriptors, Lane
+
+ARENA_BYTES = 2 * (MAX_MESSAGE + HEADER_BYTES + MAX_RUNS * RUN_BYTES)
+"""Room for the headers, descriptors and messages of a batch."""
+MAX_BATCH_FRAMES = 64
+
+_zeros = mmap.mmap(-1, MAX_PAYLOAD)
+"""Sent in place of what a grant held when the grant is revoked in the middle of an answer. Never written."""
+_ZEROS_ADDRESS = address_of(memoryview(_zeros))
+
+_NOTHING: Descriptors = np.empty((0, 3), np.int64)
+
+
+class TcpOperation(PendingOperation):
+    """A write, read or message. ``stages`` is what remains to be cut into frames."""
+
+    def __init__(
+        self,
+        out: LaneOut,
+        stages: list[tuple[Kind, Runs | bytes]],
+        region: Region | None = None,
+        base: int = 0,
+        token: bytes = b"",
+    ) -> None:
+        super().__init__(out.loop)
+        self.out = out
+        self.stages = deque(stages)
+        self.region = region
+        """Keeps the memory at ``base`` alive."""
+        self.base = base
+        self.token = token
+        self.what = {Kind.READ: "read", Kind.MESSAGE: "message"}.get(stages[0][0], "write")
+        filled = [body for _, body in stages if isinstance(body, Runs) and body.nbytes]
+        self.low = min((body.low for body in filled), default=0)
+        self.high = max((body.high for body in filled), default=0)
+        self.speaks = isinstance(stages[-1][1], bytes)
+        """Whether a message is delivered at its end."""
+        self.id = 0
+        """Assigned with the first frame; 0 before."""
+        self.position = 0
+        self.parts = 0
+        """READs without an ANSWER yet."""
+        self.stopped: KvdError | None = None
+        """Why nothing more of it is sent, and what it fails with."""
+
+    def settle(self, error: KvdError | None = None) -> None:
+        self.region = None
+        self.stages.clear()
+        super().settle(error)
+
+    def cancel(self) -> None:
+        self.out.stop(self, aborted(self.what))
+
+
+class ReadPart:
+    """What one READ asked for: descriptors with the local offsets where its DATA goes."""
+
+    __slots__ = ("filled", "nbytes", "op", "rows")
+
+    def __init__(self, op: TcpOperation, rows: Descriptors, nbytes: int) -> None:
+        self.op = op
+        self.rows = rows
+        self.nbytes = nbytes
+        self.filled = False
+
+
+class Answer(NamedTuple):
+    """The peer's READ, to be answered."""
+
+    op: int
+    access: Grant | Refusal
+    runs: npt.NDArray[np.int64]
+    nbytes: int
+
+
+class _Unacked(NamedTuple):
+    number: int
+    nbytes: int
+    op: TcpOperation
+    last: bool
+
+
+class LaneOut:
+    """Sends on one connection. Nothing here blocks; ``wake`` is called when there is something new to send."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        fd: int,
+        loop: asyncio.AbstractEventLoop,
+        table: RegionTable,
+        counters: EndpointCounters,
+        wake: Callable[[], None],
+        *,
+        frame_bytes: int,
+        inflight_bytes: int,
+    ) -> None:
+        self.lane = lane
+        self.fd = fd
+        self.loop = loop
+        self.reads: deque[ReadPart] = deque()
+        """READs that have been sent, oldest first."""
+        self.answers: deque[Answer] = deque()
+        self.on_stopped: Callable[[TcpOperation], None] = lambda op: None
+        """Called for a read whose memory must not be written any more."""
+        self._table = table
+        self._counters = counters
+        self._wake = wake
+        self._frame_bytes = frame_bytes
+        self._inflight_bytes = inflight_bytes
+        self._queue: deque[TcpOperation] = deque()
+        self._last_op = 0
+        self._sent = 0
+        """Frames sent that get an ACK, and so the number of the last one."""
+        self._acked = 0
+        self._unacked: deque[_Unacked] = deque()
+        self._in_flight = 0
+        self._refusals: deque[tuple[int, Refusal]] = deque()
+        self._owed = 0
+        """The number to acknowledge, and below it the one acknowledged last."""
+        self._paid = 0
+        self._own_turn = False
+        self._vector = Vector()
+        self._arena = bytearray(ARENA_BYTES)
+        self._arena_address = address_of(self._arena)
+        self._arena_used = self._arena_added = 0
+        self._batch_ops: list[TcpOperation] = []
+        self._batch_frames = 0
+        self._answering: tuple[Grant, int, int, int, int] | None = None
+        """Of the answer in the batch: grant, first and last piece, its ANSWER's place in the arena, its operation."""
+
+    # --- what the owner and the receiving half ask for ----------------------------------------------------------------
+
+    def submit(self, op: TcpOperation) -> TcpOperation:
+        self._queue.append(op)
+        self._wake()
+        return op
+
+    def stop(self, op: TcpOperation, error: KvdError) -> None:
+        """Send nothing more of ``op`` and fail it, at the latest when the batch has left."""
+        if op.settled or op.stopped is not None:
+            return
+        op.stopped = error
+        op.stages.clear()
+        self.on_stopped(op)
+        if op.what == "read" or op not in self._batch_ops:
+            op.settle(error)
+
+    def acknowledge(self, number: int) -> None:
+        """Tell the peer that its frames up to ``number`` are dealt with."""
+        self._owed = number
+
+    def refuse(self, op: int, refusal: Refusal) -> None:
+        """Tell the peer that its write ``op`` is refused; call it before the ``acknowledge`` that covers the frame."""
+        self._refusals.append((op, refusal))
+        self._wake()
+
+    @property
+    def refusals(self) -> int:
+        """Refusals that have not been sent yet."""
+        return len(self._refusals)
+
+    def revoke(self, grant: Grant) -> None:
+        """Let no more bytes of ``grant`` leave: what is left of an answer becomes zeros, and the answer negative."""
+        if self._answering is None or self._answering[0] is not grant:
+            return
+        _, first, stop, at, op = self._answering
+        if self._vector.remaining > HEADER_BYTES:  # the ANSWER is the last of the batch
+            self._vector.redirect(first, stop, _ZEROS_ADDRESS)
+            pack_header(self._arena, at, Header(Kind.ANSWER, op=op, number=Refusal.REVOKED))
+        self._answering = None
+
+    def acknowledged(self, number: int) -> None:
+        """The peer's ACK; raises :class:`ProtocolError` for frames that were never sent."""
+        if not self._acked <= number <= self._sent:
+            raise ProtocolError(
+                f"the peer acknowledged frame {number} of {self._sent}; the connection is closed", number=number
+            )
+        self._acked = number
+        while self._unacked and self._unacked[0].number <= number:
+            frame = self._unacked.popleft()
+            self._in_flight -= frame.nbytes
+            if frame.last:
+                self._complete(frame.op)
+        self._counters.bytes_in_flight[self.lane] = self._in_flight
+
+    def refused(self, op_id: int, refusal: Refusal) -> None:
+        """The peer's REFUSED."""
+        op = next((frame.op for frame in self._unacked if frame.op.id == op_id), None)
+        if op is None:
+            raise ProtocolError(f"the peer refused operation {op_id}, which is not under way; the connection is closed")
+        self.stop(op, access_error(op.what, refusal, op.low, op.high))
+
+    def answered(self, op_id: int, refusal: Refusal | None) -> None:
+        """The peer's ANSWER."""
+        part = self.reads[0] if self.reads else None
+        if part is None or part.op.id != op_id or (refusal is None and part.nbytes > 0 and not part.filled):
+            raise ProtocolError(f"the peer answered read {op_id} out of turn; the connection is closed")
+        self.reads.popleft()
+        self._in_flight -= part.nbytes
+        self._counters.bytes_in_flight[self.lane] = self._in_flight
+        op = part.op
+        op.parts -= 1
+        if refusal is not None:
+            self.stop(op, access_error(op.what, refusal, op.low, op.high))
+        elif not op.parts and not op.stages:
+            self._complete(op)
+
+    def end(self, error: KvdError) -> None:
+        """Fail everything; nothing is sent any more."""
+        pending = [frame.op for frame in self._unacked] + [part.op for part in self.reads] + list(self._queue)
+        for op in pending:
+            op.settle(op.stopped or error)
+        for op in self._batch_ops:
+            op.settle(op.stopped or error)
+        for queue in (self._unacked, self.reads, self._queue, self.answers, self._refusals, self._batch_ops):
+            queue.clear()
+        self._answering = None
+        self._vector.clear()
+
+    # --- batches --------------------------------------------------------------------------------------------------
+
+    @property
+    def sending(self) -> bool:
+        """Whether a batch has been begun and not handed over wholly."""
+        return self._vector.remaining > 0
+
+    @property
+    def has_control(self) -> bool:
+        return bool(self._refusals) or self._owed > self._paid
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether an answer, or a frame that the window permits, waits to be sent."""
+        return bool(self.answers) or self._next_op() is not None
+
+    def build(self, limit: int, payload: bool = True) -> int:
+        """Begin a batch of about ``limit`` payload bytes, or of control frames only; its size, 0 if there is none."""
+        if not self.has_control and not (payload and self.has_payload):
+            return 0
+        self._vector.clear()
+        self._arena_used = self._arena_added = self._batch_frames = 0
+        self._add_control()
+        if payload:
+            if self.answers and not (self._own_turn and self._next_op() is not None):
+                self._own_turn = True
+                self._add_answer()
+            else:
+                self._own_turn = False
+                added = 0
+                while added <= limit // 2 and self._batch_frames < MAX_BATCH_FRAMES:
+                    op = self._next_op()
+                    if op is None:
+                        break
+                    n = self._add_read(op, limit) if op.stages[0][0] is Kind.READ else self._add_frame(op, limit)
+                    if n < 0:
+                        break
+                    added += n
+        self._flush_arena()
+        self._counters.bytes_in_flight[self.lane] = self._in_flight
+        return self._vector.nbytes
+
+    def send(self) -> int:
+        """Hand over what the kernel takes of the batch; the number of bytes, -1 for none. Raises OSError."""
+        n = self._vector.send(self.fd)
+        if not self._vector.remaining:
+            self._vector.clear()
+            self._answering = None
+            for op in self._batch_ops:
+                if op.stopped is not None:
+                    op.settle(op.stopped)
+            self._batch_ops.clear()
+        return n
+
+    def _next_op(self) -> TcpOperation | None:
+        """The operation that the next frame belongs to, if a frame may go out."""
+        while self._queue and not self._queue[0].stages:
+            self._queue.popleft()
+        if not self._queue or self._in_flight >= self._inflight_bytes:
+            return None
+        op = self._queue[0]
+        full = len(self.reads) >= MAX_READS if op.stages[0][0] is Kind.READ else len(self._unacked) >= MAX_UNACKED
+        return None if full else op
+
+    def _add_control(self) -> None:
+        while self._refusals and self._arena_room(HEADER_BYTES):
+            op, refusal = self._refusals.popleft()
+            self._add_header(Header(Kind.REFUSED, op=op, number=refusal))
+        if not self._refusals and self._owed > self._paid and self._arena_room(HEADER_BYTES):
+            self._paid = self._owed
+            self._add_header(Header(Kind.ACK, number=self._paid))
+
+    def _add_answer(self) -> None:
+        if not self._arena_room(2 * HEADER_BYTES):
+            return
+        op, access, runs, nbytes = self.answers.popleft()
+        if isinstance(access, Grant) and not self._table.is_open(access):
+            access = Refusal.REVOKED
+        first = stop = 0
+        if isinstance(access, Grant) and nbytes:
+            self._add_header(Header(Kind.DATA, op=op, payload=nbytes))
+            self._flush_arena()
+            first = self._vector.count
+            self._vector.add_runs(self._table.address(access.region) + access.offset, runs[:, 0], runs[:, 1])
+            stop = self._vector.count
+            self._counters.bytes_sent += nbytes
+        at = self._arena_used
+        self._add_header(Header(Kind.ANSWER, op=op, number=access if isinstance(access, Refusal) else 0))
+        if isinstance(access, Grant):
+            self._answering = (access, first, stop, at, op)
+
+    def _add_frame(self, op: TcpOperation, limit: int) -> int:
+        """Cut the next WRITE, THEN, MESSAGE or NOTIFY; its payload bytes, or -1 if the batch has no room for it."""
+        kind, body = op.stages[0]
+        rows, nbytes = _NOTHING, 0
+        if isinstance(body, bytes):
+            nbytes = len(body)
+            if not self._arena_room(HEADER_BYTES + nbytes):
+                return -1
+        else:
+            most = min(MAX_RUNS, self._vector.room - 2)
+            if most < min(MAX_RUNS, len(body.rows)) or not self._arena_room(HEADER_BYTES + most * RUN_BYTES):
+                return -1
+            if body.nbytes:
+                size = min(self._frame_bytes, limit)
+                rows, nbytes = body.cut(op.position, min(size, MAX_MESSAGE) if kind is Kind.THEN else size, most)
+        self._begin(op)
+        self._sent += 1
+        self._add_header(Header(kind, len(rows), op.id, nbytes, op.low, op.high, op.token, self._sent))
+        if isinstance(body, bytes):
+            self._arena[self._arena_used : self._arena_used + nbytes] = body
+            self._arena_used += nbytes
+        elif nbytes:
+            self._arena_used = pack_runs(self._arena, self._arena_used, rows)
+            self._flush_arena()
+            self._vector.add_runs(op.base, rows[:, 0], rows[:, 2])
+            self._counters.bytes_sent += nbytes
+        self._progress(op, nbytes, nbytes if isinstance(body, bytes) else body.nbytes)
+        self._unacked.append(_Unacked(self._sent, nbytes, op, not op.stages))
+        return nbytes
+
+    def _add_read(self, op: TcpOperation, limit: int) -> int:
+        body = op.stages[0][1]
+        assert isinstance(body, Runs)
+        if not self._arena_room(HEADER_BYTES + MAX_RUNS * RUN_BYTES):
+            return -1
+        rows, nbytes = _NOTHING, 0
+        if body.nbytes:
+            rows, nbytes = body.cut(op.position, min(self._frame_bytes, limit), MAX_RUNS)
+        self._begin(op)
+        self._add_header(Header(Kind.READ, len(rows), op.id, nbytes, op.low, op.high, op.token))
+        self._arena_used = pack_runs(self._arena, self._arena_used, rows)
+        self._progress(op, nbytes, body.nbytes)
+        op.parts += 1
+        self.reads.append(ReadPart(op, rows, nbytes))
+        return nbytes
+
+    def _begin(self, op: TcpOperation) -> None:
+        if not op.id:
+            self._last_op += 1
+            op.id = self._last_op
+        if not self._batch_ops or self._batch_ops[-1] is not op:
+            self._batch_ops.append(op)
+
+    def _progress(self, op: TcpOperation, nbytes: int, stage_bytes: int) -> None:
+        op.position += nbytes
+        self._in_flight += nbytes
+        self._batch_frames += 1
+        if op.position >= stage_bytes:
+            op.stages.popleft()
+            op.position = 0
+
+    def _complete(self, op: TcpOperation) -> None:
+        if op.settled:
+            return
+        if op.stopped is not None:
+            op.settle(op.stopped)
+            return
+        op.settle()
+        self._counters.writes += op.what == "write"
+        self._counters.reads += op.what == "read"
+        self._counters.messages_sent += op.speaks
+
+    def _add_header(self, header: Header) -> None:
+        pack_header(self._arena, self._arena_used, header)
+        self._arena_used += HEADER_BYTES
+
+    def _arena_room(self, nbytes: int) -> bool:
+        return self._arena_used + nbytes <= ARENA_BYTES and self._vector.room > 1
+
+    def _flush_arena(self) -> None:
+        if self._arena_used > self._arena_added:
+            self._vector.add(self._arena_address + self._arena_added, self._arena_used - self._arena_added)
+            self._arena_added = self._arena_used
