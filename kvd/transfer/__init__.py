@@ -1,0 +1,1 @@
+"""Transfers: the core without IO, and the engine that carries out its instructions."""

@@ -1,0 +1,130 @@
+"""The core's state: all parts, who waits for whom, what is under way. Changed only by the core's handlers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import TypeVar
+
+from kvd.errors import KvdError, ShuttingDown
+from kvd.transfer import events as ev
+from kvd.transfer import instructions as do
+from kvd.transfer.part import Part, SourcePart, State
+from kvd.transfer.rendezvous import Rendezvous
+from kvd.transfer.scheduler import Link
+from kvd.types import NodeId, Role, TransferId
+from kvd.wire import messages as wire
+
+SomePart = TypeVar("SomePart", bound=Part)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """Limits of the core. Times in seconds, sizes in bytes."""
+
+    rendezvous_s: float = 30.0
+    chunk: int = 1 << 20
+    window: int = 8 << 20
+
+
+class Book:
+    """What the handlers of :mod:`kvd.transfer.core` share."""
+
+    def __init__(self, node: NodeId, boot: str, settings: Settings) -> None:
+        self.node = node
+        self.boot = boot
+        self.settings = settings
+        self.parts: dict[TransferId, Part] = {}
+        self.by_rank: dict[tuple[Role, str, int], TransferId] = {}
+        self.by_handle: dict[str, TransferId] = {}
+        self.rendezvous = Rendezvous()
+        self.links: dict[ev.SessionId, Link] = {}
+        self.writes: dict[int, ev.SessionId] = {}
+        """The session of each write under way."""
+        self.next_write = 1
+        self.counters: collections.Counter[str] = collections.Counter()
+        self.draining = False
+        self.now = 0.0
+        """Time of the event that is being handled."""
+        self.out: list[do.Instruction] = []
+        """Instructions of the event that is being handled."""
+
+    def end(self, part: Part, error: KvdError | None, *, tell_peer: bool = True) -> None:
+        """End a part: with ``error``, or delivered. The other ranks of a failed transfer end too."""
+        if part.ended:
+            return
+        self._end_one(part, error, tell_peer)
+        if error is not None:
+            for sibling in self._ranks(part):
+                self._end_one(sibling, error, True)
+
+    def _end_one(self, part: Part, error: KvdError | None, tell_peer: bool) -> None:
+        before, part.state = part.state, State.ENDED
+        part.code = error.code if error else "OK"
+        self.counters[f"transfers_ended_{part.role.value}_{part.code}"] += 1
+        if part.session is not None and error is not None and tell_peer:
+            self._tell_end(part, before, error)
+        if isinstance(part, SourcePart):
+            if part.session in self.links:
+                self.links[part.session].remove(part.transfer)
+            # A delivered part whose tokens are all handed out has nothing to cancel: their confirmations are on the way.
+            if part.writes and (error is not None or part.path.pending_tokens):
+                self.emit(do.CancelWrites(part.transfer))
+        fields = dict(error.fields) if error else {}
+        self.emit(
+            do.ReportEnd(part.transfer, part.code, error.message if error else "", fields, part, self.now - part.opened)
+        )
+
+    def _tell_end(self, part: Part, before: State, error: KvdError) -> None:
+        assert part.session is not None
+        message: wire.PeerMessage
+        if part.peer_transfer is not None:
+            message = wire.Abort(
+                transfer=part.peer_transfer, code=error.code, message=error.message, fields=error.fields
+            )
+        elif before is State.OPENING:
+            message = wire.Withdraw(sink=part.transfer, code=error.code, message=error.message, fields=error.fields)
+        else:
+            return
+        self.emit(do.SendMessage(part.session, message))
+
+    def forget(self, part: Part) -> None:
+        """The process is done with an ended part: its memory goes back."""
+        del self.parts[part.transfer]
+        del self.by_rank[part.role, part.request, part.rank]
+        if part.role is Role.SOURCE:
+            del self.by_handle[part.handle]
+        self.emit(do.FreeMemory(part.transfer))
+
+    def _ranks(self, part: Part) -> Iterator[Part]:
+        for other in list(self.parts.values()):
+            if other is not part and (other.role, other.request) == (part.role, part.request) and not other.ended:
+                yield other
+
+    def named_by(self, event: ev.MessageReceived, kind: type[SomePart]) -> SomePart | None:
+        """The part that a peer's message names, if it is that peer's to speak of."""
+        part = self.parts.get(getattr(event.message, "transfer", -1))
+        return part if isinstance(part, kind) and part.session == event.session else None
+
+    def emit(self, instruction: do.Instruction) -> None:
+        self.out.append(instruction)
+
+    def expiry(self, part: Part) -> float:
+        """When the part's next limit is reached."""
+        times = [part.deadline]
+        if part.rendezvous_until is not None and part.state is not State.RUNNING:
+            times.append(part.rendezvous_until)
+        if isinstance(part, SourcePart) and part.refused_until is not None:
+            times.append(part.refused_until)
+        return min(times)
+
+    @property
+    def unfinished(self) -> int:
+        """Parts that have not ended."""
+        return sum(not part.ended for part in self.parts.values())
+
+
+def shutting_down() -> KvdError:
+    """The answer to everything new while the daemon drains."""
+    return ShuttingDown("this daemon is shutting down and takes no new transfers; use another node, or retry")

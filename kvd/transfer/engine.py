@@ -1,0 +1,374 @@
+"""Carries out the core's instructions on memory, fabrics and sessions, and feeds what happens back as events.
+
+The only place where transfers meet IO. Everything runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from kvd.errors import FabricError, KvdError, PeerLost
+from kvd.fabric.base import Endpoint, Fabric, Grant, Operation
+from kvd.mask import init_masks, mark, mask_view
+from kvd.memory.leases import Lease
+from kvd.memory.pool import Pool
+from kvd.plan import plan_tokens
+from kvd.transfer import events as ev
+from kvd.transfer import instructions as do
+from kvd.transfer.core import TransferCore
+from kvd.transfer.handle import make_handle
+from kvd.types import Lane, NodeId, Role, TransferId
+from kvd.wire.messages import Arrived, PeerMessage
+from kvd_client.spec import KVSpec, PartLayout, TokenRange
+
+log = structlog.get_logger("kvd.transfer")
+
+TICK_S = 0.1
+"""How exactly deadlines are kept."""
+
+
+class Session(Protocol):
+    """A connection to a peer, as :mod:`kvd.peers` makes it."""
+
+    @property
+    def node(self) -> NodeId: ...
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric that ``endpoint`` belongs to."""
+        ...
+
+    def send(self, message: PeerMessage) -> None: ...
+
+    def close(self, error: KvdError) -> None: ...
+
+
+class Process(Protocol):
+    """The inference process that opened a part."""
+
+    def progress(self, transfer: TransferId, bytes_done: int) -> None:
+        """Masks of the part have changed."""
+
+    def ended(self, transfer: TransferId, code: str, message: str, fields: dict[str, Any]) -> None:
+        """The part has ended; ``code`` is ``OK`` or an error's. Its memory is still there."""
+
+    def freed(self, transfer: TransferId) -> None:
+        """The part is forgotten: the process has released it, or is gone."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Record:
+    """What the engine knows of a part besides what the core does."""
+
+    process: Process
+    layout: PartLayout
+    lease: Lease
+    grant: tuple[Fabric, Grant] | None = None
+    sink: do.BindSink | None = None
+    """Source: where its writes go."""
+    operations: set[Operation] = dataclasses.field(default_factory=set)
+
+
+class Engine:
+    """One per daemon. ``connect`` gives a session with a node (``node`` itself included), or raises a KvdError."""
+
+    def __init__(
+        self,
+        *,
+        core: TransferCore,
+        node: NodeId,
+        boot: str,
+        pool: Pool,
+        connect: Callable[[NodeId], Awaitable[Session]],
+    ) -> None:
+        self.core = core
+        self.bytes_sent = 0
+        """Payload bytes that sinks have confirmed."""
+        self.bytes_received = 0
+        """Payload bytes that sources have written here."""
+        self._node = node
+        self._boot = boot
+        self._pool = pool
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        self._records: dict[TransferId, _Record] = {}
+        self._next_transfer = 1
+        self._session_ids: dict[Session, ev.SessionId] = {}
+        self._sessions: dict[ev.SessionId, Session] = {}
+        self._next_session = 1
+        self._events: collections.deque[ev.Event] = collections.deque()
+        self._handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._execute: dict[type, Callable[[Any], None]] = {
+            do.Connect: self._do_connect,
+            do.SendMessage: self._do_send_message,
+            do.SendOpen: self._do_send_open,
+            do.BindSink: self._do_bind_sink,
+            do.WriteTokens: self._do_write_tokens,
+            do.CancelWrites: self._do_cancel_writes,
+            do.Publish: self._do_publish,
+            do.ReportEnd: self._do_report_end,
+            do.FreeMemory: self._do_free_memory,
+            do.CloseSession: self._do_close_session,
+        }
+
+    # --- from the local processes ---------------------------------------------------------------------------------
+
+    async def open(
+        self,
+        *,
+        role: Role,
+        process: Process,
+        client: ev.ClientId,
+        request: str,
+        rank: int,
+        ranks: int,
+        head_start: int,
+        spec: KVSpec,
+        layout: PartLayout,
+        lengths: Iterable[int],
+        peer: NodeId,
+        handle: str = "",
+        held: Iterable[TokenRange] = (),
+        deadline_s: float,
+        still_there: Callable[[], bool],
+        opened: Callable[[TransferId, int], None],
+    ) -> tuple[TransferId, str, Lease]:
+        """Reserve memory for a part and open it; returns its number, its handle and its lease.
+
+        Raises what :meth:`TransferCore.check_open` and :meth:`Pool.lease_soon` raise, with nothing left behind.
+        ``still_there`` tells whether the process lives, once memory is there for it; ``opened`` gets the part's
+        number and its lease's generation before anything can happen to it, and may raise.
+        """
+        transfer = self._next_transfer
+        self._next_transfer += 1
+        event = ev.PartOpened(
+            transfer=transfer,
+            role=role,
+            client=client,
+            request=request,
+            rank=rank,
+            ranks=ranks,
+            head_start=head_start,
+            spec=spec,
+            layout=layout,
+            lengths=tuple(lengths),
+            handle=handle or (make_handle(self._node, self._boot, transfer) if role is Role.SOURCE else ""),
+            peer=peer,
+            held=tuple(held),
+            deadline_s=deadline_s,
+        )
+        self.core.check_open(event)
+        lease = await self._pool.lease_soon(layout.nbytes, client)
+        try:
+            self.core.check_open(event)  # others have run while memory was being made
+            if not still_there():
+                raise PeerLost("the process went away while memory was being made for it")
+            init_masks(lease.memory, layout, event.lengths)
+            opened(transfer, lease.generation)
+        except BaseException:
+            lease.release()
+            raise
+        self._records[transfer] = _Record(process, layout, lease)
+        self._idle.clear()
+        self.submit(event)
+        return transfer, event.handle, lease
+
+    def submit(self, event: ev.Event) -> None:
+        """Take an event and do what follows from it. Events that arise on the way are taken in order."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for instruction in self.core.handle(self._events.popleft(), self._loop.time()):
+                    self._execute[type(instruction)](instruction)
+        finally:
+            self._handling = False
+        if self._timer is None and self.core.next_timer() is not None:
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+        if not self.core.unfinished:
+            self._idle.set()
+
+    async def wait_unfinished(self) -> None:
+        """Return when no transfer is running."""
+        await self._idle.wait()
+
+    # --- from the peers -------------------------------------------------------------------------------------------
+
+    def session_message(self, session: Session, message: PeerMessage) -> None:
+        self.submit(ev.MessageReceived(self._session_id(session), session.node, message))
+
+    def fabric_message(self, session: Session, lane: Lane, message: bytes) -> None:
+        """A write's notification; anything else ends the session."""
+        try:
+            arrived = msgspec.msgpack.decode(message, type=Arrived)
+        except msgspec.DecodeError as error:
+            session.close(FabricError(f"node {session.node!r} sent a notification that can't be read: {error}"))
+            return
+        self.submit(ev.TokensArrived(self._session_id(session), arrived))
+
+    def session_lost(self, session: Session, error: KvdError) -> None:
+        number = self._session_ids.pop(session, None)
+        if number is not None:
+            del self._sessions[number]
+            self.submit(ev.SessionLost(number, error))
+
+    async def close(self) -> None:
+        """Stop the timers and wait for what still touches memory. Sessions must have been closed before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for record in self._records.values():
+            record.lease.release()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- instructions -----------------------------------------------------------------------------------------------
+
+    def _do_connect(self, instruction: do.Connect) -> None:
+        async def connect() -> None:
+            try:
+                session = await self._connect(instruction.node)
+            except KvdError as error:
+                self.submit(ev.ConnectFailed(instruction.transfer, error))
+            else:
+                self.submit(ev.SessionReady(instruction.transfer, self._session_id(session), session.node))
+
+        self._start(connect())
+
+    def _do_send_message(self, instruction: do.SendMessage) -> None:
+        session = self._sessions.get(instruction.session)
+        if session is not None:
+            session.send(instruction.message)
+
+    def _do_send_open(self, instruction: do.SendOpen) -> None:
+        session = self._sessions.get(instruction.session)
+        if session is None:
+            return  # SessionLost is on its way
+        record = self._records[instruction.transfer]
+        region = record.lease.region(session.fabric.name)
+        grant = session.fabric.grant(region, record.lease.offset, record.lease.nbytes, writable=True)
+        record.grant = (session.fabric, grant)
+        session.send(msgspec.structs.replace(instruction.message, grant=grant.token))
+
+    def _do_bind_sink(self, instruction: do.BindSink) -> None:
+        record = self._records[instruction.transfer]
+        record.sink = instruction
+
+    def _do_write_tokens(self, instruction: do.WriteTokens) -> None:
+        record = self._records.get(instruction.transfer)
+        session = self._sessions.get(instruction.session)
+        if record is None or session is None or record.sink is None:
+            gone = FabricError("the session or the transfer of a write has ended")
+            self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, gone))
+            return
+        layer, ranges, lease, sink = instruction.layer, instruction.ranges, record.lease, record.sink
+        # The sink's mask bytes are copied from the source's own: the fabric then needs no memory but the lease.
+        mark(mask_view(lease.memory, record.layout, layer), ranges)
+        plan = plan_tokens(record.layout, sink.layout, layer, ranges, source_offset=lease.offset)
+        notify = msgspec.msgpack.encode(Arrived(sink.sink, layer, list(ranges)))
+        try:
+            operation = session.endpoint.write(
+                instruction.lane,
+                lease.region(session.fabric.name),
+                sink.grant,
+                plan.data,
+                then=plan.masks,
+                notify=notify,
+            )
+        except KvdError as error:
+            self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, error))
+            return
+        lease.hold()
+        record.operations.add(operation)
+
+        def done(future: asyncio.Future[None]) -> None:
+            record.operations.discard(operation)
+            lease.unhold()
+            error = future.exception()
+            if error is None:
+                self.bytes_sent += instruction.nbytes
+            elif not isinstance(error, KvdError):
+                log.error("write failed in an unforeseen way", exc_info=error)
+                error = FabricError(f"a write failed in an unforeseen way: {error!r}")
+            self.submit(ev.WriteCompleted(instruction.transfer, instruction.write, error))
+
+        operation.done.add_done_callback(done)
+
+    def _do_cancel_writes(self, instruction: do.CancelWrites) -> None:
+        for operation in list(self._records[instruction.transfer].operations):
+            operation.cancel()
+
+    def _do_publish(self, instruction: do.Publish) -> None:
+        self.bytes_received += instruction.new_bytes
+        self._records[instruction.transfer].process.progress(instruction.transfer, instruction.bytes_done)
+
+    def _do_report_end(self, instruction: do.ReportEnd) -> None:
+        record = self._records[instruction.transfer]
+        part = instruction.part
+        log.info(
+            "transfer ended",
+            request=part.request,
+            role=part.role.value,
+            peer=part.peer,
+            code=instruction.code,
+            reason=instruction.message,
+            bytes=part.bytes_done,
+            seconds=round(instruction.seconds, 3),
+        )
+        record.process.ended(instruction.transfer, instruction.code, instruction.message, instruction.fields)
+
+    def _do_free_memory(self, instruction: do.FreeMemory) -> None:
+        record = self._records.pop(instruction.transfer)
+        record.process.freed(instruction.transfer)
+        if record.grant is None:
+            record.lease.release()
+            return
+        fabric, grant = record.grant
+
+        async def free() -> None:
+            try:
+                await fabric.revoke(grant)
+            finally:
+                record.lease.release()
+
+        self._start(free())
+
+    def _do_close_session(self, instruction: do.CloseSession) -> None:
+        session = self._sessions.get(instruction.session)
+        if session is not None:
+            log.warning("session closed", peer=session.node, reason=instruction.reason)
+            session.close(PeerLost(f"node {session.node!r} broke the protocol: {instruction.reason}"))
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _session_id(self, session: Session) -> ev.SessionId:
+        number = self._session_ids.get(session)
+        if number is None:
+            number, self._next_session = self._next_session, self._next_session + 1
+            self._session_ids[session] = number
+            self._sessions[number] = session
+        return number
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.submit(ev.Tick())
+
+    def _start(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

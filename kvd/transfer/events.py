@@ -1,0 +1,164 @@
+"""What can happen to the transfer core. Times are seconds of the engine's clock; sessions are opaque numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+from kvd.errors import KvdError
+from kvd.types import NodeId, Role, TransferId
+from kvd.wire.messages import Arrived, PeerMessage
+from kvd_client.spec import KVSpec, PartLayout, TokenRange
+
+SessionId: TypeAlias = int
+ClientId: TypeAlias = int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartOpened:
+    """A local process opened one rank of a transfer; its memory is reserved and its masks are initialised."""
+
+    transfer: TransferId
+    role: Role
+    client: ClientId
+    request: str
+    rank: int
+    ranks: int
+    head_start: int
+    spec: KVSpec
+    layout: PartLayout
+    lengths: tuple[int, ...]
+    handle: str
+    """Source: this part's own handle. Sink: the handle of the source to open, or empty."""
+    peer: NodeId
+    """Source: the sink to announce to, or empty. Sink: the source to open, or empty to wait for an announcement."""
+    held: tuple[TokenRange, ...] = ()
+    deadline_s: float
+    """Seconds from now until the transfer must be delivered."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerReady:
+    """The source's process has put these tokens of a layer in place. ``row`` None: in every row, clipped to it."""
+
+    transfer: TransferId
+    layer: int
+    row: int | None
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceFinished:
+    """The source's process has rung everything; from now on the wait for a sink is limited."""
+
+    transfer: TransferId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReleaseRequested:
+    """The process does not need the part's memory any more."""
+
+    transfer: TransferId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AbortRequested:
+    """The process gives the transfer up (or the engine does, with another error than ``Aborted``)."""
+
+    transfer: TransferId
+    error: KvdError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientLost:
+    """A process's connection ended; everything it had opened ends with it."""
+
+    client: ClientId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionReady:
+    """Answer to ``Connect``: a session with the wanted peer."""
+
+    transfer: TransferId
+    session: SessionId
+    node: NodeId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """Answer to ``Connect``: the peer can't be reached."""
+
+    transfer: TransferId
+    error: KvdError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionLost:
+    """A session ended; nothing more comes from it."""
+
+    session: SessionId
+    error: KvdError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A control message of a peer."""
+
+    session: SessionId
+    node: NodeId
+    message: PeerMessage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokensArrived:
+    """A write of the peer is in place, its mask bytes included."""
+
+    session: SessionId
+    arrived: Arrived
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteCompleted:
+    """A ``WriteTokens`` instruction ended: placed at the sink, or failed."""
+
+    transfer: TransferId
+    write: int
+    error: KvdError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; timers are looked at."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """The daemon is about to stop: what runs may end, nothing new begins."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The daemon stops now: what still runs ends with this error."""
+
+    error: KvdError
+
+
+Event: TypeAlias = (
+    PartOpened
+    | LayerReady
+    | SourceFinished
+    | ReleaseRequested
+    | AbortRequested
+    | ClientLost
+    | SessionReady
+    | ConnectFailed
+    | SessionLost
+    | MessageReceived
+    | TokensArrived
+    | WriteCompleted
+    | Tick
+    | DrainRequested
+    | StopRequested
+)

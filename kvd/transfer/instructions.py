@@ -1,0 +1,124 @@
+"""What the transfer core wants done. The engine carries instructions out in order and reports back by events."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+from kvd.transfer.events import SessionId
+from kvd.transfer.part import Part
+from kvd.types import Lane, NodeId, Path, TransferId
+from kvd.wire.messages import Open, PeerMessage
+from kvd_client.spec import PartLayout, TokenRange
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connect:
+    """Get a session with ``node``; answered by ``SessionReady`` or ``ConnectFailed``."""
+
+    transfer: TransferId
+    node: NodeId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send a control message; lost silently if the session has ended (``SessionLost`` tells)."""
+
+    session: SessionId
+    message: PeerMessage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendOpen:
+    """Grant the sink part's memory to the session's peer, and send the open with the grant's token filled in."""
+
+    transfer: TransferId
+    session: SessionId
+    message: Open
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BindSink:
+    """A source part is paired: remember where its writes go."""
+
+    transfer: TransferId
+    session: SessionId
+    sink: TransferId
+    layout: PartLayout
+    grant: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteTokens:
+    """Write tokens of one layer into the sink's memory, then their mask bytes, then tell the sink's daemon.
+
+    Answered by exactly one ``WriteCompleted`` with the same ``write`` number."""
+
+    transfer: TransferId
+    session: SessionId
+    write: int
+    lane: Lane
+    path: Path
+    layer: int
+    ranges: tuple[TokenRange, ...]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CancelWrites:
+    """Drop the part's writes that have not been started; each still gets its ``WriteCompleted``."""
+
+    transfer: TransferId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Publish:
+    """Masks of a sink part have changed; wake its process if it waits."""
+
+    transfer: TransferId
+    bytes_done: int
+    new_bytes: int
+    """Those of this arrival."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportEnd:
+    """Tell the part's process how the transfer ended. Comes once for a part. ``code`` is ``OK`` or an error's."""
+
+    transfer: TransferId
+    code: str
+    message: str
+    fields: dict[str, Any]
+    part: Part
+    """For the log; not to be changed."""
+    seconds: float
+    """Since the part was opened."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Withdraw the part's grant and give its lease back; comes once, as the last instruction for a part."""
+
+    transfer: TransferId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CloseSession:
+    """The peer broke the protocol; end the session with this reason."""
+
+    session: SessionId
+    reason: str
+
+
+Instruction: TypeAlias = (
+    Connect
+    | SendMessage
+    | SendOpen
+    | BindSink
+    | WriteTokens
+    | CancelWrites
+    | Publish
+    | ReportEnd
+    | FreeMemory
+    | CloseSession
+)

@@ -1,0 +1,103 @@
+"""One rank of a transfer at one of its ends, as the core sees it: plain state, no behaviour of its own.
+
+States and what moves a part between them (``*``: from any state but ENDED):
+
+====== =========== ============================================= ===========
+role   from        event                                         to
+====== =========== ============================================= ===========
+source WAITING     a matching Open arrives                       RUNNING
+source RUNNING     Delivered                                     ENDED, OK
+sink   WAITING     Announce, or opened with a source             OPENING
+sink   CONNECTING  a session with the source exists, Open sent   OPENING
+sink   OPENING     Accepted                                      RUNNING
+sink   OPENING     Refused                                       ENDED
+sink   RUNNING     the last token arrived                        ENDED, OK
+both   *           abort, process or session lost, deadline      ENDED
+====== =========== ============================================= ===========
+
+An ended part keeps its memory until its process releases it or is lost; then it is forgotten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from kvd.mask import IntervalSet
+from kvd.transfer.events import ClientId, SessionId
+from kvd.transfer.proactive import ProactivePath
+from kvd.types import NodeId, Role, TransferId
+from kvd_client.spec import KVSpec, PartLayout, TokenRange
+
+
+class State(enum.Enum):
+    """See the module's table."""
+
+    WAITING = "waiting"
+    CONNECTING = "connecting"
+    OPENING = "opening"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Part:
+    """What both roles have."""
+
+    transfer: TransferId
+    role: Role
+    client: ClientId
+    request: str
+    rank: int
+    ranks: int
+    head_start: int
+    spec: KVSpec
+    layout: PartLayout
+    lengths: tuple[int, ...]
+    handle: str
+    peer: NodeId
+    opened: float
+    deadline: float
+    rendezvous_until: float | None
+    """When the wait for the other side ends; None: not limited (yet)."""
+    state: State = State.WAITING
+    session: SessionId | None = None
+    peer_transfer: TransferId | None = None
+    """The part's number at the other side, once known."""
+    code: str = ""
+    """How it ended: ``OK`` or an error's code."""
+    bytes_total: int = 0
+    bytes_done: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.ENDED
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class SourcePart(Part):
+    """The end that has the KV cache."""
+
+    path: ProactivePath
+    announced_on: SessionId | None = None
+    """Where the sink's node was told of this part."""
+    finished: bool = False
+    writes: set[int] = dataclasses.field(default_factory=set)
+    """Writes that have been instructed and not completed."""
+    refused_until: float | None = None
+    """The sink's memory refused a write: its reason should arrive by then on the control connection."""
+    refusal: str = ""
+    """The code of that refusal."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class SinkPart(Part):
+    """The end that receives it."""
+
+    held: tuple[TokenRange, ...]
+    announced: bool
+    """Its process named no source: an announcement told where it is."""
+    arrived: dict[tuple[int, int], IntervalSet] = dataclasses.field(default_factory=dict)
+    """Tokens in place (or held from the start), by (layer, row)."""
+    missing: int = 0
+    """Tokens, summed over layers, that are neither held nor arrived."""
