@@ -1,0 +1,1 @@
+"""The local API: a Unix socket for the inference processes of this node."""

@@ -1,0 +1,51 @@
+"""Users' arrays and tensors as bytes, whatever made them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.errors import InvalidArgument
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def items_of(value: Any, name: str, row: int | None, nbytes: int) -> npt.NDArray[Any]:
+    """``value``'s innermost axis as one opaque item of ``nbytes``: (rows, a, b) of dtype ``V<nbytes>``."""
+    array = _as_bytes(value)
+    if row is not None and array.ndim == 3:
+        array = array[None]
+    if array.ndim != 4 or array.shape[-1] != nbytes:
+        raise InvalidArgument(
+            f"{name} has {array.ndim} axes, the last of {array.shape[-1] if array.ndim else 0} bytes; "
+            f"it needs 4 ({'3 with a row' if row is None else 'or 3'}), the last of {nbytes} bytes",
+            name=name,
+            shape=list(array.shape),
+        )
+    return array.view(f"V{nbytes}")[..., 0]
+
+
+def _as_bytes(value: Any) -> Bytes:
+    # A tensor can only come from a torch that is imported already.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        if tensor.stride()[-1:] != (1,):
+            tensor = tensor.contiguous()
+        viewed: Bytes = tensor.view(torch.uint8).cpu().numpy()
+        return viewed
+    array = np.asarray(value)
+    if array.ndim == 0:
+        raise InvalidArgument(f"expected an array or a tensor, got {type(value).__name__}")
+    if array.strides[-1] != array.itemsize:
+        array = np.ascontiguousarray(array)
+    return array.view(np.uint8)
+
+
+def check_fits(half: int, itemsize: int, dtype: Any) -> None:
+    """Raise :class:`InvalidArgument` unless half an entry is a whole number of ``dtype``."""
+    if half % itemsize:
+        raise InvalidArgument(f"half an entry is {half} bytes, no multiple of {dtype}", half=half, dtype=str(dtype))

@@ -1,0 +1,205 @@
+"""The client of the local API: what an inference process opens transfers with."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from kvd_client.connection import Connection
+from kvd_client.errors import DaemonLost, InvalidArgument, ProtocolError
+from kvd_client.protocol import GetStatus, OpenSink, OpenSource, Reject, Status
+from kvd_client.spec import KVSpec, PartLayout, TokenRange, part_layout
+
+if TYPE_CHECKING:
+    from kvd_client.transfer import DecodeTransfer, PrefillTransfer
+
+T = TypeVar("T")
+
+DEFAULT_SOCKET = "/run/kvd/kvd.sock"
+
+
+class Client:
+    """The node's daemon, as seen by one inference process. Blocking; any thread may use it.
+
+    ``socket_path`` defaults to ``$KVD_SOCKET``, else ``/run/kvd/kvd.sock``. ``name`` is what the process calls itself
+    in status and logs. ``timeout_s`` bounds each request, not the life of a transfer.
+
+    The connection is made by the first call that needs it, and made anew by the first call after it was lost;
+    transfers that were open then have failed with :class:`DaemonLost`. Every call raises :class:`DaemonUnreachable`
+    where no daemon answers, :class:`PermissionDenied` or :class:`VersionMismatch` where it refuses this process, and
+    :class:`InvalidArgument` in a forked child, which needs a client of its own.
+    """
+
+    def __init__(self, socket_path: str | os.PathLike[str] | None = None, name: str = "", timeout_s: float = 10.0):
+        self.socket_path = os.fspath(socket_path or os.environ.get("KVD_SOCKET") or DEFAULT_SOCKET)
+        self.name = name or f"process {os.getpid()}"
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._closed = False
+
+    def status(self) -> Status:
+        """The daemon at this moment."""
+        reply = self._call(lambda connection: connection.request(GetStatus())[0])
+        if not isinstance(reply, Status):
+            raise ProtocolError(f"the daemon answered a status request with {type(reply).__name__}")
+        return reply
+
+    def reject(self, *, handle: str = "", request: str = "", source: str = "", reason: str = "") -> None:
+        """Tell a source that nobody will fetch its transfer, so that its memory is free at once.
+
+        Name it by the source's ``handle``, or by ``request`` and the ``source``'s node id. For transfers that this
+        process has opened use their ``abort``.
+        """
+        if not handle and not (request and source):
+            raise InvalidArgument("reject needs the source's handle, or a request id and the source's node id")
+        message = Reject(handle=handle, request=request, source=source, reason=reason)
+        self._call(lambda connection: connection.request(message))
+
+    def prefill(
+        self,
+        request: str,
+        spec: KVSpec,
+        lengths: Sequence[int],
+        *,
+        capacity: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        heads: tuple[int, int] | None = None,
+        sink: str = "",
+        deadline_s: float = 0.0,
+    ) -> PrefillTransfer:
+        """Open one rank of a transfer as its source.
+
+        ``lengths`` are the prompt tokens of each row, ``capacity`` (default: the longest row) the tokens for which
+        each row has room. ``heads`` is this rank's ``(start, count)`` of the spec's KV heads, default all. ``sink``
+        announces the transfer to that node; without it the sink finds this node by itself. ``deadline_s`` is the
+        time until the transfer must be delivered, 0 for the daemon's default.
+
+        Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
+        :class:`PeerUnknown`, :class:`ShuttingDown`.
+        """
+        from kvd_client.transfer import PrefillTransfer  # here, since NumPy costs more than all the rest
+
+        layout, start = self._layout(spec, lengths, capacity, heads)
+        message = OpenSource(
+            request=request,
+            spec=spec,
+            lengths=list(lengths),
+            capacity=layout.capacity,
+            rank=rank,
+            ranks=ranks,
+            head_start=start,
+            head_count=layout.heads,
+            sink=sink,
+            deadline_s=deadline_s,
+        )
+        connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
+        return PrefillTransfer(connection, part, layout, lengths)
+
+    def decode(
+        self,
+        request: str,
+        spec: KVSpec,
+        lengths: Sequence[int],
+        *,
+        capacity: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        heads: tuple[int, int] | None = None,
+        source: str = "",
+        handle: str = "",
+        held: Sequence[TokenRange | tuple[int, int, int]] = (),
+        deadline_s: float = 0.0,
+    ) -> DecodeTransfer:
+        """Open one rank of a transfer as its sink; arguments as in :meth:`prefill`.
+
+        ``source`` is the node to ask, empty to wait for its announcement. ``handle`` is the source's handle, where
+        the request ids of both sides differ. ``held`` lists ``(row, start, stop)`` of tokens that this process has
+        already, in every layer: they are never sent, and put in place by ``put_held`` or ``mark_held``.
+        """
+        from kvd_client.transfer import DecodeTransfer
+
+        layout, start = self._layout(spec, lengths, capacity, heads)
+        ranges = [TokenRange(*r) if isinstance(r, tuple) else r for r in held]
+        message = OpenSink(
+            request=request,
+            spec=spec,
+            lengths=list(lengths),
+            capacity=layout.capacity,
+            rank=rank,
+            ranks=ranks,
+            head_start=start,
+            head_count=layout.heads,
+            source=source,
+            handle=handle,
+            held=ranges,
+            deadline_s=deadline_s,
+        )
+        connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
+        return DecodeTransfer(connection, part, layout, lengths, ranges)
+
+    @staticmethod
+    def _layout(
+        spec: KVSpec, lengths: Sequence[int], capacity: int | None, heads: tuple[int, int] | None
+    ) -> tuple[PartLayout, int]:
+        spec.check()
+        longest = max(lengths, default=0)
+        if longest < 1 or min(lengths) < 0:
+            raise InvalidArgument("lengths must have a row, and a row with a token", lengths=list(lengths))
+        room = longest if capacity is None else capacity
+        if room < longest:
+            raise InvalidArgument(
+                f"capacity {room} is less than the longest row, {longest}", capacity=room, longest=longest
+            )
+        start, count = heads if heads is not None else (0, spec.kv_heads)
+        if start < 0 or count < 1 or start + count > spec.kv_heads:
+            raise InvalidArgument(
+                f"heads ({start}, {count}) are not within the spec's {spec.kv_heads} KV heads",
+                heads=[start, count],
+            )
+        return part_layout(spec, heads=count, rows=len(lengths), capacity=room), start
+
+    def _call(self, do: Callable[[Connection], T]) -> T:
+        connection = self._connected()
+        try:
+            return do(connection)
+        except DaemonLost as error:
+            # The daemon has restarted since the last call and never saw this one.
+            if error.fields.get("sent", True):
+                raise
+        return do(self._connected())
+
+    def _connected(self) -> Connection:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(
+                f"this client belongs to process {self._pid} and was used in its forked child {os.getpid()}; "
+                "make a new Client after the fork",
+                pid=self._pid,
+            )
+        with self._lock:
+            if self._closed:
+                raise InvalidArgument("this client has been closed; make a new one")
+            if self._connection is None or self._connection.lost:
+                self._connection = Connection(self.socket_path, self.name, self._timeout_s)
+            return self._connection
+
+    def close(self) -> None:
+        """End the connection, and with it every transfer still open. Idempotent."""
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

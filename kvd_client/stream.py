@@ -1,0 +1,159 @@
+"""Frames and descriptors over the daemon's Unix socket, without blocking where nobody asked for it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+
+from kvd_client.errors import DaemonUnreachable, ProtocolError
+from kvd_client.protocol import LENGTH, MAX_FRAME, Opened, Reply, Welcome, decode_reply
+
+_RECEIVE = 1 << 16
+_ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+# Combined once: `|` on the socket module's flags costs 3 us.
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_WITH_DESCRIPTORS = (Opened, Welcome)
+
+
+class StreamEnded(Exception):
+    """The stream can't be used any more, for the reason that is its text; nothing for users of the library."""
+
+
+class Stream:
+    """A connected socket. Any thread may send; one at a time may receive.
+
+    Raises :class:`DaemonUnreachable` where nobody accepts within ``timeout_s`` seconds.
+    """
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        self.path = path
+        self._sock = _dial(path, timeout_s)
+        self._lock = threading.Lock()
+        self._partial = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, frame: bytes, deadline: float) -> None:
+        """Send a frame. Raises :class:`DaemonUnreachable` at the ``deadline`` if nothing of it was taken, and
+        :class:`StreamEnded` on a broken stream, which a frame sent by half is, too."""
+        with self._lock:
+            at = 0
+            while at < len(frame):
+                try:
+                    at += self._sock.send(frame[at:] if at else frame, _SEND_FLAGS)
+                except BlockingIOError:
+                    if self._wait_sendable(deadline):
+                        continue
+                    if at:
+                        self.shutdown()
+                        raise StreamEnded("a request could not be sent in whole before its timeout") from None
+                    raise DaemonUnreachable(
+                        f"the daemon at {self.path} accepts no request; see its log", socket=self.path
+                    ) from None
+                except OSError as error:
+                    raise StreamEnded(error.strerror or str(error)) from None
+
+    def _wait_sendable(self, deadline: float) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        return bool(poll.poll(milliseconds(deadline)))
+
+    def receive(self, arrived: list[tuple[Reply, list[int]]]) -> None:
+        """Append what has arrived, each reply with its descriptors, which become the caller's. Does not wait.
+        Raises :class:`StreamEnded`; what was appended before that counts."""
+        try:
+            data, ancillary, flags, _ = self._sock.recvmsg(_RECEIVE, _ANCILLARY, _RECEIVE_FLAGS)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise StreamEnded(error.strerror or str(error)) from None
+        for _, kind, rights in ancillary:
+            if kind == socket.SCM_RIGHTS:
+                self._descriptors.extend(array.array("i", rights[: len(rights) // 4 * 4]))
+        if not data:
+            raise StreamEnded("it closed the connection")
+        if flags & _TRUNCATED:
+            raise StreamEnded("descriptors got lost; raise this process's limit of open files")
+        try:
+            if self._partial:
+                self._partial += data
+                del self._partial[: self._frames(self._partial, arrived)]
+            else:
+                used = self._frames(data, arrived)
+                if used < len(data):
+                    self._partial += data[used:]
+        except ProtocolError as error:
+            raise StreamEnded(f"it sent {error.message}") from None
+
+    def _frames(self, data: bytes | bytearray, arrived: list[tuple[Reply, list[int]]]) -> int:
+        at, size = 0, len(data)
+        while size - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(data, at)
+            if length > MAX_FRAME:
+                raise ProtocolError(f"a frame of {length} bytes; the limit is {MAX_FRAME}")
+            stop = at + LENGTH.size + length
+            if stop > size:
+                break
+            reply = decode_reply(data[at + LENGTH.size : stop])
+            fds: list[int] = []
+            if type(reply) in _WITH_DESCRIPTORS:  # a quarter of what isinstance costs on these classes
+                assert isinstance(reply, (Opened, Welcome))
+                # They came with the frame's first byte, so they are here if they were sent.
+                if not 0 <= reply.descriptors <= len(self._descriptors):
+                    raise ProtocolError(f"a {type(reply).__name__} without its {reply.descriptors} descriptors")
+                fds = [self._descriptors.popleft() for _ in range(reply.descriptors)]
+            arrived.append((reply, fds))
+            at = stop
+        return at
+
+    def shutdown(self) -> None:
+        """End the stream for both sides. Keeps the descriptor, which another thread may be about to use."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket and the descriptors that nobody took. Idempotent."""
+        self._sock.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+def _dial(path: str, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # A blocking connect waits while the listener's queue is full or its daemon restarts (socket activation).
+        seconds = int(timeout_s)
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
+        )
+        sock.connect(path)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        if isinstance(error, PermissionError):
+            hint = "this user may not use it; add it to the group of the socket"
+        else:
+            hint = "start the daemon with `kvd serve` or `systemctl start kvd`, or set KVD_SOCKET to its socket"
+        raise DaemonUnreachable(
+            f"no daemon answers at {path} ({error.strerror or error}); {hint}", socket=path
+        ) from error
+    return sock
+
+
+def milliseconds(deadline: float | None) -> int | None:
+    """What to hand ``poll`` so that it returns at ``deadline`` (monotonic clock), not before."""
+    if deadline is None:
+        return None
+    left = deadline - time.monotonic()
+    return int(left * 1000) + 1 if left > 0 else 0
