@@ -1,0 +1,282 @@
+"""One daemon: its parts put together, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import secrets
+import signal
+import time
+
+import kvd_kernels
+import structlog
+import uvloop
+
+import kvd
+from kvd import notify
+from kvd.api.server import ApiLimits, ApiServer
+from kvd.config import Config, read_keys
+from kvd.errors import ShuttingDown
+from kvd.fabric import registry
+from kvd.fabric.base import Fabric
+from kvd.memory.pool import Pool
+from kvd.peers.local import connect_local
+from kvd.peers.manager import Peers, PeersConfig
+from kvd.service import Service
+from kvd.transfer.core import Settings, TransferCore
+from kvd.transfer.engine import Engine, Session
+from kvd.transfer.events import DrainRequested, StopRequested
+from kvd.types import NodeId
+from kvd.wire.messages import WIRE_VERSION
+from kvd_client import protocol as api
+
+log = structlog.get_logger("kvd.daemon")
+
+LAYOUT_VERSION = 1
+"""Version of the arrangement of a lease (:mod:`kvd_client.spec`): both daemons compute addresses in it."""
+
+FAREWELL_S = 1.0
+"""How long a stopping daemon waits for its last messages to leave."""
+
+
+def run(config: Config, *, notifier: notify.Notifier) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code.
+
+    Raises :class:`~kvd.errors.AddressInUse`, :class:`~kvd.errors.ConfigError` or another KvdError, with everything
+    given back, if the daemon can't start.
+    """
+    return uvloop.run(_serve(config, notifier))
+
+
+async def _serve(config: Config, notifier: notify.Notifier) -> int:
+    daemon = Daemon(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if not stop.is_set():
+            stop.set()
+        else:
+            daemon.hurry.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await daemon.start()
+        notifier.ready(daemon.summary())
+        watchdog = asyncio.create_task(notify.feed_watchdog(notifier))
+        titles = asyncio.create_task(_keep_title(daemon, notifier))
+        await stop.wait()
+        notifier.stopping(f"draining {daemon.unfinished} transfers")
+        titles.cancel()
+        await daemon.drain()
+        watchdog.cancel()
+    finally:
+        await daemon.close()
+    return 0
+
+
+async def _keep_title(daemon: Daemon, notifier: notify.Notifier) -> None:
+    """What ``systemctl status`` shows."""
+    shown = ""
+    while True:
+        title = daemon.summary()
+        if title != shown:
+            notifier.status(title)
+            shown = title
+        await asyncio.sleep(2.0)
+
+
+class Daemon:
+    """All parts of one daemon, from an already checked configuration (:mod:`kvd.config_check`)."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.node: NodeId = config.node.id
+        self.boot = secrets.token_hex(8)
+        self.hurry = asyncio.Event()
+        """Set to cut :meth:`drain` short."""
+        self._started = time.monotonic()
+        self._local: Session | None = None
+        self._local_lock = asyncio.Lock()
+        name = "tcp" if config.fabric.name == "auto" else config.fabric.name
+        self._fabric: Fabric = registry.create(name, rate=float(config.fabric.rate))
+        self._loopback: Fabric = registry.create("loopback")
+        self._pool = Pool(
+            config.memory.pool,
+            config.memory.arena,
+            config.memory.huge_pages,
+            [self._fabric, self._loopback],
+            client_limit=config.memory.client_limit,
+        )
+        settings = Settings(
+            rendezvous_s=config.transfer.rendezvous_s, chunk=config.transfer.chunk, window=config.transfer.window
+        )
+        core = TransferCore(self.node, self.boot, settings)
+        self._engine = Engine(core=core, node=self.node, boot=self.boot, pool=self._pool, connect=self.connect)
+        self._peers = Peers(
+            node=self.node,
+            boot=self.boot,
+            config=_peers_config(config),
+            fabric=self._fabric,
+            fingerprint={"wire": WIRE_VERSION, "layout": LAYOUT_VERSION, "fabric": self._fabric.name},
+            on_message=self._engine.session_message,
+            on_fabric_message=self._engine.fabric_message,
+            on_lost=self._engine.session_lost,
+            log=structlog.get_logger("kvd.peers"),
+        )
+        self._service = Service(
+            engine=self._engine,
+            connect=self.connect,
+            deadline_s=config.transfer.deadline_s,
+            status=self.status,
+        )
+        activated = [passed.fd for passed in notify.listen_fds() if passed.name == "api"]
+        self._api = ApiServer(
+            config.api.socket,
+            self._service,
+            group=config.api.group or None,
+            node=self.node,
+            boot=self.boot,
+            log=structlog.get_logger("kvd.api"),
+            limits=ApiLimits(clients=config.api.max_clients),
+            listen_fd=activated[0] if activated else None,
+        )
+
+    @property
+    def unfinished(self) -> int:
+        """Parts of transfers that have not ended."""
+        return self._engine.core.unfinished
+
+    @property
+    def listening(self) -> str:
+        """Where peers can connect, ports filled in; empty: nowhere."""
+        return self._peers.listening
+
+    async def start(self) -> None:
+        """Listen to peers and to local processes; raises a KvdError that names the port or path that is taken."""
+        await self._peers.start()
+        await self._api.start()
+        self._pool.prepare(min(self.config.memory.arena, self.config.memory.pool))
+        kernels = kvd_kernels.implementation()
+        if kernels == "numpy":
+            log.warning("kernels: NumPy reference, several times slower", reason=kvd_kernels.why_not_native())
+        # Everything made so far lives as long as the daemon: keep the collector from walking it again and again.
+        gc.freeze()
+        log.info(
+            "ready",
+            node=self.node,
+            boot=self.boot,
+            socket=self.config.api.socket,
+            listen=self.listening,
+            fabric=self._fabric.name,
+            kernels=kernels,
+            pid=os.getpid(),
+        )
+
+    async def drain(self) -> None:
+        """Refuse new transfers; return when the running ones have ended, or when :attr:`hurry` is set."""
+        log.info("draining", transfers=self.unfinished)
+        self._engine.submit(DrainRequested())
+        waits = [
+            asyncio.create_task(self._engine.wait_unfinished()),
+            asyncio.create_task(self.hurry.wait()),
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def close(self) -> None:
+        """End everything that still runs with ``SHUTTING_DOWN``, and give everything back."""
+        left = self.unfinished
+        self._engine.submit(StopRequested(ShuttingDown(f"the daemon of node {self.node!r} was stopped; retry")))
+        await self._api.close()
+        try:
+            await asyncio.wait_for(self._peers.close(), FAREWELL_S)
+        except TimeoutError:
+            log.warning("peers did not take the last messages", seconds=FAREWELL_S)
+        await self._fabric.close()
+        await self._loopback.close()
+        await self._engine.close()
+        self._pool.close()
+        log.info("stopped", unfinished=left)
+
+    async def connect(self, node: NodeId) -> Session:
+        """A session with a node; with this one itself over the loopback fabric."""
+        if node != self.node:
+            return await self._peers.session(node)
+        async with self._local_lock:
+            if self._local is None:
+                self._local = await connect_local(
+                    self.node, self._loopback, self._engine.session_message, self._engine.fabric_message
+                )
+        return self._local
+
+    def summary(self) -> str:
+        """One line for ``systemctl status``."""
+        memory = self._pool.status()
+        peers = sum(peer.state == "connected" for peer in self._peers.statuses())
+        return (
+            f"{self.unfinished} transfers running, {len(self._api.clients)} clients, {peers} peers connected, "
+            f"{memory.in_use >> 20} of {memory.limit >> 20} MiB lent"
+        )
+
+    def status(self) -> api.Status:
+        """What ``kvd status`` shows."""
+        now = asyncio.get_running_loop().time()
+        core = self._engine.core
+        peers = self._peers.statuses()
+        reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state == "down" and peer.error]
+        if core.draining:
+            reasons.append("draining: new transfers are refused")
+        counters = dict(core.counters)
+        counters["bytes_sent"] = self._engine.bytes_sent
+        counters["bytes_received"] = self._engine.bytes_received
+        return api.Status(
+            node=self.node,
+            boot=self.boot,
+            version=kvd.__version__,
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started,
+            health="degraded" if reasons else "ok",
+            reasons=reasons,
+            fabric=self._fabric.name,
+            kernels=kvd_kernels.implementation(),
+            listen=self.listening,
+            socket=self.config.api.socket,
+            clients=len(self._api.clients),
+            draining=core.draining,
+            memory=self._pool.status(),
+            peers=peers,
+            transfers=[
+                api.TransferStatus(
+                    transfer=part.transfer,
+                    request=part.request,
+                    role=part.role.value,
+                    state=part.code if part.ended and part.code != "OK" else part.state.value,
+                    peer=part.peer,
+                    rank=part.rank,
+                    ranks=part.ranks,
+                    bytes_total=part.bytes_total,
+                    bytes_done=part.bytes_done,
+                    age_s=now - part.opened,
+                )
+                for part in core.parts.values()
+            ],
+            counters=counters,
+        )
+
+
+def _peers_config(config: Config) -> PeersConfig:
+    peers = config.peers
+    return PeersConfig(
+        listen=peers.listen,
+        advertise=peers.advertise,
+        peers=dict(peers.static),
+        keys=read_keys(peers.key_file) if peers.key_file else [],
+        connect_timeout_s=peers.connect_timeout_s,
+        handshake_timeout_s=peers.handshake_timeout_s,
+        heartbeat_s=peers.heartbeat_s,
+        timeout_s=peers.timeout_s,
+    )

@@ -1,0 +1,227 @@
+"""What the local API's requests mean: from a process's messages to the engine's events, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvd.api.server import Answer, ClientSession
+from kvd.errors import Aborted, InvalidArgument, NotFound
+from kvd.transfer import events as ev
+from kvd.transfer.engine import Engine, Session
+from kvd.transfer.handle import parse_handle
+from kvd.types import NodeId, Role, TransferId
+from kvd.wire.messages import RejectHandle
+from kvd_client import protocol as api
+from kvd_client.spec import MAX_ROWS, MAX_TOKENS, part_layout
+
+MAX_REQUEST_ID = 256
+
+
+@dataclasses.dataclass(slots=True)
+class _Opened:
+    """A part that a client has open."""
+
+    client: ClientSession
+    slot: int
+    generation: int
+    progress: int = 0
+    state: int = api.SLOT_OPEN
+    bytes_done: int = 0
+
+
+class Service:
+    """Serves the clients of :class:`kvd.api.server.ApiServer`; also the engine's view of their processes."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        connect: Callable[[NodeId], Awaitable[Session]],
+        deadline_s: float,
+        status: Callable[[], api.Status],
+    ) -> None:
+        self._engine = engine
+        self._connect = connect
+        self._deadline_s = deadline_s
+        self._status = status
+        self._opened: dict[TransferId, _Opened] = {}
+        self._lost: set[int] = set()
+
+    # --- for the API server -----------------------------------------------------------------------------------------
+
+    def handle(self, client: ClientSession, request: api.Request) -> Answer | Awaitable[Answer]:
+        """Answer one request; raises KvdError for what becomes a Failure. Only what must wait is a coroutine."""
+        match request:
+            case api.OpenSource() | api.OpenSink():
+                return self._open(client, request)
+            case api.Reject():
+                return self._reject(request)
+            case api.GetStatus():
+                return self._status()
+            case api.Finish():
+                if not self._mine(client, request.transfer):
+                    raise NotFound(
+                        f"transfer {request.transfer} is not open on this connection", transfer=request.transfer
+                    )
+                self._engine.core.check_finish(request.transfer)
+                self._engine.submit(ev.SourceFinished(request.transfer))
+            case api.Release():
+                if self._mine(client, request.transfer):
+                    self._engine.submit(ev.ReleaseRequested(request.transfer))
+            case api.Abort():
+                if self._mine(client, request.transfer):
+                    reason = request.reason[:1000] or "no reason given"
+                    error = Aborted(f"process {client.name!r} (pid {client.pid}) gave the transfer up: {reason}")
+                    self._engine.submit(ev.AbortRequested(request.transfer, error))
+            case _:
+                raise InvalidArgument(f"{type(request).__name__} can't be asked now; it is the first message only")
+        return api.Ok()
+
+    def ring_event(
+        self, client: ClientSession, kind: int, layer: int, transfer: int, row: int, start: int, stop: int
+    ) -> None:
+        """One event of a client's ring; those of transfers it does not have (any more) are dropped."""
+        if kind == api.EVENT_LAYER_READY and self._mine(client, transfer):
+            rows = None if row == api.ALL_ROWS else row
+            self._engine.submit(ev.LayerReady(transfer, layer, rows, start, stop))
+
+    def client_lost(self, client: ClientSession) -> None:
+        """The process is gone: everything it had comes back."""
+        self._lost.add(client.id)
+        self._engine.submit(ev.ClientLost(client.id))
+
+    # --- for the engine ---------------------------------------------------------------------------------------------
+
+    def progress(self, transfer: TransferId, bytes_done: int) -> None:
+        """Masks have changed: count it in the slot and wake the process."""
+        opened = self._opened.get(transfer)
+        if opened is not None:
+            opened.progress += 1
+            opened.bytes_done = bytes_done
+            self._show(opened)
+
+    def ended(self, transfer: TransferId, code: str, message: str, fields: dict[str, Any]) -> None:
+        """Tell the process how its transfer ended."""
+        opened = self._opened.get(transfer)
+        if opened is not None:
+            opened.state = api.SLOT_DELIVERED if code == "OK" else api.SLOT_FAILED
+            opened.progress += 1
+            opened.client.push(api.Ended(transfer=transfer, code=code, message=message, fields=fields))
+            self._show(opened)
+
+    def freed(self, transfer: TransferId) -> None:
+        """The part is forgotten; its slot may be used again."""
+        opened = self._opened.pop(transfer, None)
+        if opened is not None:
+            opened.client.free_slot(opened.slot)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    async def _open(self, client: ClientSession, request: api.OpenSource | api.OpenSink) -> Answer:
+        heads = _check_open(request)
+        layout = part_layout(request.spec, heads=heads, rows=len(request.lengths), capacity=request.capacity)
+        if isinstance(request, api.OpenSource):
+            role, peer, handle, held = Role.SOURCE, request.sink, "", []
+        else:
+            role, peer, handle, held = Role.SINK, _source_node(request), request.handle, request.held
+        transfer, handle, lease = await self._engine.open(
+            role=role,
+            process=self,
+            client=client.id,
+            request=request.request,
+            rank=request.rank,
+            ranks=request.ranks,
+            head_start=request.head_start,
+            spec=request.spec,
+            layout=layout,
+            lengths=request.lengths,
+            peer=peer,
+            handle=handle,
+            held=held,
+            deadline_s=request.deadline_s or self._deadline_s,
+            still_there=lambda: client.id not in self._lost,
+            opened=lambda transfer, generation: self._remember(client, transfer, generation),
+        )
+        opened = self._opened[transfer]
+        reply = api.Opened(
+            transfer=transfer,
+            handle=handle,
+            slot=opened.slot,
+            offset=lease.offset,
+            nbytes=lease.nbytes,
+            generation=lease.generation,
+        )
+        return reply, [lease.fd]
+
+    def _remember(self, client: ClientSession, transfer: TransferId, generation: int) -> None:
+        opened = _Opened(client, client.take_slot(), generation)
+        self._opened[transfer] = opened
+        self._show(opened)
+
+    async def _reject(self, request: api.Reject) -> Answer:
+        node = parse_handle(request.handle).node if request.handle else request.source
+        if not node or (not request.handle and not request.request):
+            raise InvalidArgument("a rejection needs a handle, or a request id and the source's node id")
+        session = await self._connect(node)
+        session.send(RejectHandle(handle=request.handle, request=request.request, reason=request.reason[:1000]))
+        return api.Ok()
+
+    def _mine(self, client: ClientSession, transfer: TransferId) -> bool:
+        opened = self._opened.get(transfer)
+        return opened is not None and opened.client is client
+
+    @staticmethod
+    def _show(opened: _Opened) -> None:
+        opened.client.set_slot(
+            opened.slot, opened.state, opened.generation & 0xFFFFFFFF, opened.progress, opened.bytes_done
+        )
+        opened.client.wake()
+
+
+def _check_open(request: api.OpenSource | api.OpenSink) -> int:
+    """Raise what is wrong with the numbers of an open; returns how many heads the part has."""
+    spec = request.spec.check()
+    heads = request.head_count or spec.kv_heads
+    if not 1 <= len(request.request) <= MAX_REQUEST_ID:
+        raise InvalidArgument(f"a request id has 1 to {MAX_REQUEST_ID} characters, not {len(request.request)}")
+    if not (request.head_start >= 0 and heads >= 1 and request.head_start + heads <= spec.kv_heads):
+        raise InvalidArgument(
+            f"heads {request.head_start} to {request.head_start + heads} do not exist; the model has {spec.kv_heads}",
+            head_start=request.head_start,
+            head_count=heads,
+        )
+    if not 0 <= request.rank < request.ranks <= spec.kv_heads:
+        raise InvalidArgument(
+            f"rank {request.rank} of {request.ranks} makes no sense for {spec.kv_heads} KV heads",
+            rank=request.rank,
+            ranks=request.ranks,
+        )
+    if not 1 <= len(request.lengths) <= MAX_ROWS:
+        raise InvalidArgument(f"a transfer has 1 to {MAX_ROWS} rows, not {len(request.lengths)}")
+    for row, length in enumerate(request.lengths):
+        if not 1 <= length <= min(request.capacity, MAX_TOKENS):
+            raise InvalidArgument(
+                f"row {row} has {length} tokens; each row needs 1 to {request.capacity} (the capacity)",
+                row=row,
+                length=length,
+            )
+    if not math.isfinite(request.deadline_s) or request.deadline_s < 0:
+        raise InvalidArgument(
+            f"deadline_s is {request.deadline_s}; give seconds, or 0 for the daemon's default", field="deadline_s"
+        )
+    return heads
+
+
+def _source_node(request: api.OpenSink) -> NodeId:
+    if not request.handle:
+        return request.source
+    node = parse_handle(request.handle).node
+    if request.source and request.source != node:
+        raise InvalidArgument(
+            f"the handle is of node {node!r}, but source says {request.source!r}; leave source out",
+            handle=request.handle,
+        )
+    return node
