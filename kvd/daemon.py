@@ -41,7 +41,7 @@ FAREWELL_S = 1.0
 
 
 def run(config: Config, *, notifier: notify.Notifier) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code.
+    """Serve until SIGTERM, SIGINT or SIGHUP (a terminal that closes); returns the exit code.
 
     Raises :class:`~kvd.errors.AddressInUse`, :class:`~kvd.errors.ConfigError` or another KvdError, with everything
     given back, if the daemon can't start.
@@ -60,7 +60,7 @@ async def _serve(config: Config, notifier: notify.Notifier) -> int:
         else:
             daemon.hurry.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     try:
         await daemon.start()
@@ -70,6 +70,8 @@ async def _serve(config: Config, notifier: notify.Notifier) -> int:
         await stop.wait()
         notifier.stopping(f"draining {daemon.unfinished} transfers")
         titles.cancel()
+        # No transfer outlives its deadline, but that may be longer than the manager's patience.
+        notifier.extend_timeout(config.transfer.deadline_s + 10)
         await daemon.drain()
         watchdog.cancel()
     finally:

@@ -20,13 +20,17 @@ import msgpack
 import msgspec
 
 from kvd_client.errors import ProtocolError
-from kvd_client.spec import KVSpec, TokenRange
+from kvd_client.spec import KVSpec, MetadataSpec, TokenRange
 
 T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 MAX_FRAME = 1 << 20
 MAX_DEPTH = 16
+MODES = ("full", "partial", "profile", "parallel", "speculative")
+"""Each adds one technique to the one before, from partial on (SmartGen, figure 13): ``full`` pushes everything layer
+by layer; ``partial`` the first blocks in address order, the rest only on demand; ``profile`` the most important ones;
+``parallel`` fetches while local entries are loaded; ``speculative`` sends the rest in idle windows."""
 LENGTH = struct.Struct("<I")
 
 
@@ -61,6 +65,14 @@ class OpenSource(Message, tag="open_source"):
     head_start: int = 0
     head_count: int = 0
     """0 means all heads of the spec."""
+    metadata: tuple[MetadataSpec, ...] = ()
+    """Selection metadata; the same on both sides."""
+    mode: str = ""
+    """One of :data:`MODES`; empty: the sink's, or else the daemon's default. Decides what is pushed when."""
+    selector: str = ""
+    """The KV selection algorithm, as profiles name it."""
+    prefill_s: float = 0.0
+    """How long prefill will take (T_p), if the process knows; 0: what the profile says."""
     sink: str = ""
     """Node id to announce the transfer to; empty: the sink finds this node by itself."""
     deadline_s: float = 0.0
@@ -82,6 +94,13 @@ class OpenSink(Message, tag="open_sink"):
     """Node id of the source; empty: wait until a source announces the request to this node."""
     handle: str = ""
     """The source's handle, when its request id is another one; carries the source's node id."""
+    metadata: tuple[MetadataSpec, ...] = ()
+    mode: str = ""
+    """Decides before the source's."""
+    selector: str = ""
+    landing_entries: int = 0
+    """Most entries of a (row, head) that one :class:`Fetch` asks for; 0: no fetches."""
+    landing_slots: int = 0
     held: list[TokenRange] = []
     """Tokens that this process has already, in every layer; they are never sent."""
     deadline_s: float = 0.0
@@ -104,6 +123,48 @@ class Abort(Message, tag="abort"):
 
     transfer: int
     reason: str = ""
+
+
+class Fetch(Message, tag="fetch"):
+    """Sink: bring entries of one layer into a landing slot; answered by :class:`Ok` once they are in place.
+
+    Row ``i`` of the slot belongs to (row, head) ``i // heads, i % heads``; its first ``counts[i]`` entries will be
+    those of the tokens that ``index`` lists, row after row."""
+
+    transfer: int
+    layer: int
+    slot: int
+    counts: bytes
+    """int32, rows * heads of them."""
+    index: bytes
+    """int32, sum(counts) token positions."""
+
+
+class InstallProfile(Message, tag="install_profile"):
+    """A piece of a profile file; with ``last``, the file is checked and takes effect for new transfers."""
+
+    offset: int
+    data: bytes
+    last: bool = False
+
+
+class ReportSelections(Message, tag="report_selections"):
+    """Sink: how often the entries of each KV block were selected, for profiles of what this node really decodes."""
+
+    transfer: int
+    blocks: int
+    steps: int
+    """Decode steps counted."""
+    counts: bytes
+    """float32, layers * blocks: entries selected, summed over rows, heads and steps."""
+
+
+class ExportProfile(Message, tag="export_profile"):
+    """Ask for the profile that was recorded for a model and selector, answered by :class:`ProfileData`."""
+
+    model: str
+    selector: str = ""
+    offset: int = 0
 
 
 class Reject(Message, tag="reject"):
@@ -150,6 +211,13 @@ class Ok(Message, tag="ok"):
     """Done."""
 
 
+class ProfileData(Message, tag="profile_data"):
+    """A piece of a profile file."""
+
+    data: bytes
+    total: int
+
+
 class Failure(Message, tag="failure"):
     """The request failed; ``code`` is one of :mod:`kvd_client.errors`."""
 
@@ -180,6 +248,9 @@ class TransferStatus(msgspec.Struct, kw_only=True):
     bytes_total: int
     bytes_done: int
     age_s: float
+    mode: str = "full"
+    paths: dict[str, int] = {}
+    """Bytes by path, fetches, windows, and the budget in tokens, as far as they are not 0."""
 
 
 class PeerStatus(msgspec.Struct, kw_only=True):
@@ -227,8 +298,21 @@ class Status(Message, tag="status"):
     counters: dict[str, int]
 
 
-Request = Hello | OpenSource | OpenSink | Finish | Release | Abort | Reject | GetStatus
-Reply = Welcome | Opened | Ok | Failure | Ended | Status
+Request = (
+    Hello
+    | OpenSource
+    | OpenSink
+    | Finish
+    | Release
+    | Abort
+    | Fetch
+    | Reject
+    | InstallProfile
+    | ReportSelections
+    | ExportProfile
+    | GetStatus
+)
+Reply = Welcome | Opened | Ok | Failure | Ended | ProfileData | Status
 
 
 # --- framing ------------------------------------------------------------------------------------------------------
@@ -341,7 +425,9 @@ still 0 after the connection has ended, the daemon died, and nobody will use the
 RING_EVENTS_OFFSET = 4096
 RING_EVENT = struct.Struct("<HHIIIIxxxxxxxxxxxx")
 """kind u16, layer u16, transfer u32, row u32, start u32, stop u32: 32 bytes."""
-EVENT_LAYER_READY, EVENT_IDLE = 1, 2
+EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY = 1, 2, 3
+"""LAYER_READY and METADATA_READY come from sources, IDLE from sinks: attention of ``layer`` begins, and leaves the
+network alone for a while. METADATA_READY: the layer's metadata arrays are complete."""
 ALL_ROWS = 0xFFFFFFFF
 """``row`` of an event that concerns the range in every row, clipped to the row's length."""
 

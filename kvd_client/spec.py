@@ -7,8 +7,12 @@ A *part* is what one process (one tensor-parallel rank) holds of a transfer: all
 heads, ``rows`` sequences with room for ``capacity`` tokens each. Its memory is token-major::
 
     layer 0: [rows, capacity, heads, entry_bytes] | layer 1 ... | mask layer 0: int8 [rows, capacity] | mask layer 1 ...
+    | metadata mask: int8 [layers] | metadata layer 0: array, array ... | metadata layer 1 ...
+    | landing slot 0: [rows * heads, landing_entries, entry_bytes] | landing slot 1 ...
 
 Token-major keeps a KV block (a token range, all heads) contiguous: one descriptor a row, however many heads.
+Metadata (what a KV selection algorithm needs of the keys before it can choose) and landing slots (where fetched
+entries arrive, at the head of each row of the cache that attention will see) are there for those who ask for them.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ ALIGNMENT = 64
 MASK_PADDING, MASK_LOCAL, MASK_REMOTE = 0, 1, 2
 """Values of a mask byte: never loaded; every byte of the token is in place; still at the source."""
 
+MAX_METADATA, MAX_METADATA_BYTES, MAX_LANDING_SLOTS = 16, 1 << 32, 64
 MAX_LAYERS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, MAX_ENTRY_BYTES = 1024, 1024, 4096, 1 << 24, 1 << 20
 
 
@@ -73,6 +78,14 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     stop: int
 
 
+class MetadataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A named array of bytes that each layer has besides its KV entries; it travels ahead of them."""
+
+    name: str
+    layer_bytes: int
+    """Bytes in each layer, all rows together."""
+
+
 class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Addresses inside one part's lease. All results are byte offsets from the lease's start."""
 
@@ -81,6 +94,11 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     entry_bytes: int
     rows: int
     capacity: int
+    metadata: tuple[MetadataSpec, ...] = ()
+    landing_entries: int = 0
+    """Sink: most entries of a (row, head) that one fetch brings."""
+    landing_slots: int = 0
+    """Sink: fetches that can be under way at a time."""
 
     def check(self) -> PartLayout:
         """Return ``self``, or raise :class:`InvalidArgument` naming the first field that makes no sense."""
@@ -89,6 +107,13 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _in_range("entry_bytes", self.entry_bytes, 1, MAX_ENTRY_BYTES)
         _in_range("rows", self.rows, 1, MAX_ROWS)
         _in_range("capacity", self.capacity, 1, MAX_TOKENS)
+        _in_range("landing_entries", self.landing_entries, 0, self.capacity)
+        _in_range("landing_slots", self.landing_slots, 0, MAX_LANDING_SLOTS)
+        _in_range("the number of metadata arrays", len(self.metadata), 0, MAX_METADATA)
+        for array in self.metadata:
+            _in_range(f"metadata {array.name!r}", array.layer_bytes, 1, MAX_METADATA_BYTES)
+        if len({array.name for array in self.metadata}) != len(self.metadata):
+            raise InvalidArgument("two metadata arrays have the same name; give each its own")
         return self
 
     @property
@@ -121,7 +146,46 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def nbytes(self) -> int:
         """Size of the whole lease."""
+        return self.landing_offset(self.landing_slots)
+
+    @property
+    def metadata_mask_offset(self) -> int:
+        """One byte a layer: local or remote, as in the masks; none if there is no metadata."""
         return self.masks_offset + self.layers * self.mask_stride
+
+    @property
+    def metadata_offset(self) -> int:
+        """Where the metadata of layer 0 begins."""
+        return self.metadata_mask_offset + (_align(self.layers) if self.metadata else 0)
+
+    @property
+    def metadata_stride(self) -> int:
+        """Bytes of one layer's metadata, each array padded to :data:`ALIGNMENT`."""
+        return sum(_align(array.layer_bytes) for array in self.metadata)
+
+    def metadata_array(self, layer: int, name: str) -> tuple[int, int]:
+        """``(offset, bytes)`` of an array in a layer; raises :class:`InvalidArgument` for an unknown name."""
+        offset = self.metadata_offset + layer * self.metadata_stride
+        for array in self.metadata:
+            if array.name == name:
+                return offset, array.layer_bytes
+            offset += _align(array.layer_bytes)
+        raise InvalidArgument(
+            f"there is no metadata {name!r}; the transfer has {[array.name for array in self.metadata]}", name=name
+        )
+
+    @property
+    def landing_row_bytes(self) -> int:
+        """From one row of a landing slot to the next."""
+        return self.landing_entries * self.entry_bytes
+
+    @property
+    def landing_stride(self) -> int:
+        return _align(self.rows * self.heads * self.landing_row_bytes)
+
+    def landing_offset(self, slot: int) -> int:
+        """Where landing slot ``slot`` begins."""
+        return self.metadata_offset + self.layers * self.metadata_stride + slot * self.landing_stride
 
     def layer_offset(self, layer: int) -> int:
         return layer * self.layer_stride
@@ -138,10 +202,26 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.mask_offset(layer) + row * self.capacity + token
 
 
-def part_layout(spec: KVSpec, *, heads: int, rows: int, capacity: int) -> PartLayout:
+def part_layout(
+    spec: KVSpec,
+    *,
+    heads: int,
+    rows: int,
+    capacity: int,
+    metadata: tuple[MetadataSpec, ...] = (),
+    landing_entries: int = 0,
+    landing_slots: int = 0,
+) -> PartLayout:
     """The layout of a part of ``spec`` that has ``heads`` KV heads; raises :class:`InvalidArgument`."""
     return PartLayout(
-        layers=spec.layers, heads=heads, entry_bytes=spec.entry_bytes, rows=rows, capacity=capacity
+        layers=spec.layers,
+        heads=heads,
+        entry_bytes=spec.entry_bytes,
+        rows=rows,
+        capacity=capacity,
+        metadata=metadata,
+        landing_entries=landing_entries,
+        landing_slots=landing_slots,
     ).check()
 
 

@@ -47,6 +47,9 @@ class Open(WireMessage, tag="open"):
     grant: bytes
     deadline_s: float
     """Seconds left for the transfer on the sink's clock."""
+    mode: str = ""
+    """One of :data:`kvd_client.protocol.MODES`, or empty: the source decides."""
+    selector: str = ""
 
 
 class Accepted(WireMessage, tag="accepted"):
@@ -54,6 +57,7 @@ class Accepted(WireMessage, tag="accepted"):
 
     transfer: int
     source: int
+    mode: str = "full"
 
 
 class Refused(WireMessage, tag="refused"):
@@ -97,6 +101,40 @@ class RejectHandle(WireMessage, tag="reject"):
     reason: str
 
 
+class Fetch(WireMessage, tag="fetch"):
+    """Sink to source: gather these entries and write them into my memory; answered by :class:`FetchArrived` behind
+    them, or :class:`FetchFailed`."""
+
+    transfer: int
+    fetch: int
+    layer: int
+    counts: bytes
+    """int32: entries of each (row, head)."""
+    index: bytes
+    """int32: token positions, row after row."""
+    offset: int
+    """Where the first row goes, in the grant."""
+    stride: int
+    """Bytes from one row to the next."""
+
+
+class FetchFailed(WireMessage, tag="fetch_failed"):
+    """Source to sink: a fetch can't be served."""
+
+    transfer: int
+    fetch: int
+    code: str
+    message: str
+    fields: dict[str, Any]
+
+
+class Idle(WireMessage, tag="idle"):
+    """Sink to source: so many decode attention layers have begun; the network is free for a while."""
+
+    transfer: int
+    windows: int
+
+
 class Ping(WireMessage, tag="ping"):
     """Liveness; answered by :class:`Pong` with the same number."""
 
@@ -107,7 +145,21 @@ class Pong(WireMessage, tag="pong"):
     number: int
 
 
-PeerMessage = Announce | Open | Accepted | Refused | Withdraw | Delivered | Abort | RejectHandle | Ping | Pong
+PeerMessage = (
+    Announce
+    | Open
+    | Accepted
+    | Refused
+    | Withdraw
+    | Delivered
+    | Abort
+    | RejectHandle
+    | Fetch
+    | FetchFailed
+    | Idle
+    | Ping
+    | Pong
+)
 
 
 class FabricBlob(WireMessage, tag="fabric"):
@@ -127,10 +179,28 @@ SessionMessage = FabricBlob | Closing
 """Messages that the peer session itself consumes."""
 
 
-class Arrived(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class Arrived(msgspec.Struct, array_like=True, tag="a", forbid_unknown_fields=True):
     """What a write's ``notify`` carries: these token ranges of a layer are in place at the sink, mask included."""
 
     transfer: int
     """The sink's part."""
     layer: int
     ranges: list[TokenRange]
+    path: str = "proactive"
+
+
+class MetadataArrived(msgspec.Struct, array_like=True, tag="m", forbid_unknown_fields=True):
+    """A layer's metadata is in place, its mask byte included."""
+
+    transfer: int
+    layer: int
+
+
+class FetchArrived(msgspec.Struct, array_like=True, tag="f", forbid_unknown_fields=True):
+    """The entries of a fetch are in place."""
+
+    transfer: int
+    fetch: int
+
+
+Notification = Arrived | MetadataArrived | FetchArrived

@@ -1,0 +1,93 @@
+"""From a mode, an importance matrix and two times to a :class:`~kvd.transfer.queue.Policy` (SmartGen, section 4.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import InvalidArgument
+from kvd.importance.budget import block_budget
+from kvd.importance.matrix import ImportanceMatrix
+from kvd.transfer.queue import Policy
+from kvd_client.protocol import MODES
+
+CLASSES = 64
+"""Degrees of importance that the order tells apart. Blocks of one class are sent by address, in long runs; more
+classes would cut the runs without changing which entries are missing by more than a fraction of a percent."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selective:
+    """The daemon's settings for modes other than ``full``."""
+
+    mode: str = "full"
+    """Where neither process names one."""
+    budget: str = "deadline"
+    """``fixed``: K_r of equation 2. ``deadline``: push by importance until the first token exists."""
+    speculative: str = "windows"
+    """``windows``: a share in each idle window. ``adaptive``: as fast as the bound on fetches' delay allows."""
+    share: float = 0.1
+    """Of all blocks, in the windows of one decode iteration (section 4.3)."""
+    blocks: int = 1000
+    """M, where no profile says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profiled:
+    """What is known about transfers like this one. Times in seconds, 0 where unknown."""
+
+    matrix: ImportanceMatrix | None = None
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    metadata_s: float = 0.0
+
+
+def choose_policy(
+    mode: str, settings: Selective, known: Profiled, *, layers: int, lengths: tuple[int, ...]
+) -> Policy:
+    """The policy of a transfer that is about to begin; raises :class:`InvalidArgument` for an unknown mode.
+
+    Without a profile the order is that of addresses. ``fixed`` without both times falls back to ``deadline``, which
+    needs none.
+    """
+    if mode not in MODES:
+        raise InvalidArgument(f"there is no mode {mode!r}; choose one of {', '.join(MODES)}", mode=mode)
+    if mode == "full":
+        return Policy()
+    blocks = known.matrix.blocks if known.matrix is not None else settings.blocks
+    blocks = max(1, min(blocks, max(lengths)))
+    if mode == "partial" or known.matrix is None:
+        matrix = ImportanceMatrix.sequential(layers, blocks)
+    else:
+        matrix = known.matrix.resampled(blocks)
+    share = settings.share if mode == "speculative" else 0.0
+    adaptive = mode == "speculative" and settings.speculative == "adaptive"
+    # The paper's baselines are defined by K_r; the budget policy is ours to choose for the rest.
+    fixed = settings.budget == "fixed" or mode == "partial"
+    if fixed and known.prefill_s > 0 and known.transfer_s > 0:
+        budget = block_budget(layers, blocks, known.prefill_s, known.transfer_s, metadata_s=known.metadata_s)
+        classes, proactive = _classes(matrix.ranks(), budget)
+        return Policy(
+            mode=mode,
+            classes=classes,
+            proactive_classes=proactive,
+            share=share,
+            adaptive=adaptive,
+            budget_tokens=budget * sum(lengths) // blocks,
+        )
+    classes, _ = _classes(matrix.ranks(), layers * blocks)
+    return Policy(mode=mode, classes=classes, until_finish=True, share=share, adaptive=adaptive)
+
+
+def _classes(ranks: npt.NDArray[np.int64], budget: int) -> tuple[npt.NDArray[np.int16], int]:
+    """Classes of (about) equal size, with a boundary exactly at ``budget``; and how many lie before it.
+
+    Layers 0 and 1 come first in the ranks, since their importance is infinite.
+    """
+    total = ranks.size
+    step = -(-total // CLASSES)
+    before = -(-budget // step)
+    classes = np.where(ranks < budget, ranks // step, before + (ranks - budget) // step)
+    return classes.astype(np.int16), before

@@ -1,0 +1,239 @@
+"""Which of a source part's ready tokens are sent next: the proactive and the speculative path's common queue.
+
+Tokens become ready by layer and range, in any order and more than once (chunked prefill, retries of an engine); each
+is handed out exactly once, and what the sink holds already never. Work is sorted into classes, the first class first;
+within one class by layer and position, so that neighbours are sent as one run. A :class:`Policy` says which class a
+KV block belongs to, which classes may go while prefill runs, and how fast the rest may go afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.blocks import block_bounds, blocks_touched, window_start
+from kvd.errors import InvalidArgument
+from kvd.importance.matrix import ALWAYS_LAYERS
+from kvd.mask import IntervalSet
+from kvd.types import Path
+from kvd_client.spec import PartLayout, TokenRange
+
+MAX_RANGES = 1024
+"""Most ranges of one write: bounds the size of its notification."""
+
+
+class ReadyTokens:
+    """What has been rung by the source's process so far: layers, rows and ranges, checked."""
+
+    def __init__(self, layout: PartLayout, lengths: tuple[int, ...]) -> None:
+        self.layout = layout
+        self.lengths = lengths
+        self._known: dict[tuple[int, int], IntervalSet] = {}
+
+    def add(self, layer: int, row: int | None, start: int, stop: int) -> list[tuple[int, TokenRange]]:
+        """Add tokens of a layer, in every row (clipped to it) where ``row`` is None; returns (layer, range) of those
+        that are new. Raises :class:`InvalidArgument` if they do not exist; nothing is added then."""
+        layout = self.layout
+        if not 0 <= layer < layout.layers:
+            raise InvalidArgument(
+                f"layer_ready names layer {layer}, but the transfer has layers 0 to {layout.layers - 1}", layer=layer
+            )
+        if row is not None and not 0 <= row < layout.rows:
+            raise InvalidArgument(
+                f"layer_ready names row {row} of layer {layer}, but the transfer has rows 0 to {layout.rows - 1}",
+                layer=layer,
+                row=row,
+            )
+        limit = max(self.lengths) if row is None else self.lengths[row]
+        if not 0 <= start <= stop <= limit:
+            raise InvalidArgument(
+                f"layer_ready names tokens {start} to {stop} of layer {layer}, but there are only {limit}; "
+                "ranges are start (included) to stop (excluded)",
+                layer=layer,
+                start=start,
+                stop=stop,
+            )
+        found = []
+        for r in range(layout.rows) if row is None else (row,):
+            for piece in self._intervals(layer, r).add(start, min(stop, self.lengths[r])):
+                found.append((layer, TokenRange(r, *piece)))
+        return found
+
+    def all(self) -> list[tuple[int, TokenRange]]:
+        """Everything so far, by layer, row and position."""
+        return [
+            (layer, TokenRange(row, *piece))
+            for (layer, row), intervals in sorted(self._known.items(), key=lambda item: item[0])
+            for piece in intervals
+        ]
+
+    def covers(self, layer: int, row: int, start: int, stop: int) -> bool:
+        """Whether all these tokens are ready."""
+        return self._intervals(layer, row).contains(start, stop)
+
+    def first_unready(self) -> tuple[int, int, int] | None:
+        """A (layer, row, token) that has never been ready; None when every token of every layer has been."""
+        for layer in range(self.layout.layers):
+            for row, length in enumerate(self.lengths):
+                gap = next(iter(self._intervals(layer, row).gaps(0, length)), None)
+                if gap is not None:
+                    return layer, row, gap[0]
+        return None
+
+    def _intervals(self, layer: int, row: int) -> IntervalSet:
+        return self._known.setdefault((layer, row), IntervalSet())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """How a transfer is sent. The default is full transfer: everything, layer by layer, as it becomes ready."""
+
+    mode: str = "full"
+    classes: npt.NDArray[np.int16] | None = None
+    """Shape (layers, blocks): each block's class, 0 first. None: one class."""
+    proactive_classes: int | None = None
+    """Blocks of the first so many classes are pushed whenever they are ready; None: all."""
+    until_finish: bool = False
+    """The proactive path ends when the source's process has finished prefill (the first token exists)."""
+    share: float = 0.0
+    """Speculative path: share of all tokens that may go in the windows of one decode iteration; 0: none at all."""
+    adaptive: bool = False
+    """Speculative path: go on without waiting for windows; the link's bound on delay is the limit."""
+    budget_tokens: int = 0
+    """For status: tokens (summed over layers) that the budget allowed; 0: no budget."""
+
+
+class SendQueue:
+    """A paired source part's work. Not thread-safe; pure."""
+
+    def __init__(
+        self,
+        layout: PartLayout,
+        lengths: tuple[int, ...],
+        policy: Policy,
+        *,
+        held: tuple[TokenRange, ...] = (),
+        windows: tuple[int, ...] = (),
+    ) -> None:
+        self.layout = layout
+        self.lengths = lengths
+        self.policy = policy
+        self.pending_tokens = 0
+        """Tokens (summed over layers) that are queued and not handed out, whether or not they may go now."""
+        self.windows_used = 0
+        self._held: dict[int, IntervalSet] = {}
+        for piece in held:
+            self._held.setdefault(piece.row, IntervalSet()).add(piece.start, piece.stop)
+        self._windows = windows
+        self._bounds: dict[int, npt.NDArray[np.int64]] = {}
+        self._proactive: list[tuple[int, int, int, int, int]] = []
+        """Heap of (class, layer, row, start, stop)."""
+        self._rest: list[tuple[int, int, int, int, int]] = []
+        """The same, for what may only go speculatively."""
+        self._finished = False
+        self._quota = 0.0
+
+    def add(self, ready: list[tuple[int, TokenRange]]) -> None:
+        """Tokens have become ready; each at most once."""
+        for layer, piece in ready:
+            held = self._held.get(piece.row)
+            for start, stop in held.gaps(piece.start, piece.stop) if held else [(piece.start, piece.stop)]:
+                self._enqueue(layer, piece.row, start, stop)
+
+    def finish(self) -> None:
+        """The first token exists: a deadline budget ends, and what is left becomes speculative, but for the layers
+        that decode needs whole."""
+        if self.policy.until_finish and not self._finished:
+            self._finished = True
+            self._rest += [item for item in self._proactive if item[1] >= ALWAYS_LAYERS]
+            self._proactive = [item for item in self._proactive if item[1] < ALWAYS_LAYERS]
+            heapq.heapify(self._rest)
+            heapq.heapify(self._proactive)
+
+    def window(self) -> None:
+        """A decode attention layer has begun: so much more may go. Unused shares of one iteration are kept, no more,
+        so that a late burst can't follow a pause."""
+        total = sum(self.lengths) * self.layout.layers
+        share = self.policy.share * total
+        self._quota = min(share, self._quota + share / self.layout.layers)
+        self.windows_used += 1
+
+    @property
+    def path(self) -> Path | None:
+        """The path on which :meth:`take` would hand out work now; None if nothing may go."""
+        if self._proactive:
+            return Path.PROACTIVE
+        if self._rest and (self.policy.adaptive or self._quota >= 1):
+            return Path.SPECULATIVE
+        return None
+
+    def take(self, max_bytes: int) -> list[tuple[int, tuple[TokenRange, ...]]]:
+        """The next tokens, as (layer, ranges) for each layer concerned: at most ``max_bytes``, but one token at least;
+        empty if nothing may go now. All of it goes by :attr:`path`, as it was before the call."""
+        path = self.path
+        if path is None:
+            return []
+        heap = self._proactive if path is Path.PROACTIVE else self._rest
+        room = max(1, max_bytes // self.layout.token_bytes)
+        if path is Path.SPECULATIVE and not self.policy.adaptive:
+            room = min(room, int(self._quota))
+        taken: dict[int, list[TokenRange]] = {}
+        count = ranges = 0
+        while heap and count < room and ranges < MAX_RANGES:
+            rank, layer, row, start, stop = heapq.heappop(heap)
+            end = min(stop, start + room - count)
+            if end < stop:
+                heapq.heappush(heap, (rank, layer, row, end, stop))
+            pieces = taken.setdefault(layer, [])
+            if pieces and pieces[-1].row == row and pieces[-1].stop == start:
+                pieces[-1] = TokenRange(row, pieces[-1].start, end)
+            else:
+                pieces.append(TokenRange(row, start, end))
+                ranges += 1
+            count += end - start
+        self.pending_tokens -= count
+        if path is Path.SPECULATIVE and not self.policy.adaptive:
+            self._quota -= count
+        return [(layer, tuple(pieces)) for layer, pieces in taken.items()]
+
+    def _enqueue(self, layer: int, row: int, start: int, stop: int) -> None:
+        policy, length = self.policy, self.lengths[row]
+        if self._windows:
+            # Tokens that a sliding-window layer can't see any more matter least; they still make the cache complete.
+            edge = window_start(length, self._windows[layer])
+            if start < edge:
+                self._push(_LAST_CLASS, layer, row, start, min(stop, edge))
+                start = min(stop, edge)
+        if start >= stop:
+            return
+        if policy.classes is None:
+            self._push(0, layer, row, start, stop)
+            return
+        blocks = policy.classes.shape[1]
+        bounds = self._bounds.get(length)
+        if bounds is None:
+            bounds = self._bounds[length] = block_bounds(length, blocks)
+        first, last = blocks_touched(length, blocks, start, stop)
+        classes = policy.classes[layer, first:last]
+        # Neighbours of one class are one run; a chunk of prefill may end within a block.
+        edges = np.flatnonzero(np.diff(classes)) + 1
+        firsts = np.concatenate(([0], edges))
+        lasts = np.concatenate((edges, [last - first]))
+        lows = np.maximum(bounds[first + firsts], start).tolist()
+        highs = np.minimum(bounds[first + lasts], stop).tolist()
+        for rank, low, high in zip(classes[firsts].tolist(), lows, highs, strict=True):
+            if low < high:
+                self._push(rank, layer, row, low, high)
+
+    def _push(self, rank: int, layer: int, row: int, start: int, stop: int) -> None:
+        limit = self.policy.proactive_classes
+        in_time = not (self.policy.until_finish and self._finished)
+        proactive = layer < ALWAYS_LAYERS or (in_time and (limit is None or rank < limit))
+        heapq.heappush(self._proactive if proactive else self._rest, (rank, layer, row, start, stop))
+        self.pending_tokens += stop - start
+
+
+_LAST_CLASS = 1 << 14
