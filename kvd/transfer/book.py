@@ -68,7 +68,7 @@ class Book:
         if isinstance(part, SourcePart):
             if part.session in self.links:
                 self.links[part.session].remove(part.transfer)
-            # A delivered part whose tokens are all handed out has nothing to cancel: their confirmations are on the way.
+            # A delivered part whose tokens are all handed out has nothing to cancel: confirmations are on the way.
             if part.writes and (error is not None or part.path.pending_tokens):
                 self.emit(do.CancelWrites(part.transfer))
         fields = dict(error.fields) if error else {}

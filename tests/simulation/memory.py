@@ -1,0 +1,117 @@
+"""Modelled memory: slabs that are reused at once and never cleared, leases on them, and grants that end."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout
+
+SLAB = 1024
+"""Bytes of a slab; every layout of the simulation fits."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Slab:
+    """Real bytes; ``users`` are the leases that believe they have it: never more than one, unless kvd is wrong."""
+
+    memory: Bytes
+    users: list[Lease] = dataclasses.field(default_factory=list)
+
+
+class Lease:
+    """One part's memory, laid out as in the product: ``data[layer, row, token, byte]``, ``mask[layer, row, token]``."""
+
+    def __init__(self, slab: Slab, layout: PartLayout, lengths: tuple[int, ...], owner: Any) -> None:
+        assert layout.nbytes <= SLAB
+        token = layout.token_bytes
+        self.slab = slab
+        self.layout = layout
+        self.owner = owner
+        self.sink = False
+        self.data: Bytes = np.ndarray(
+            (layout.layers, layout.rows, layout.capacity, token),
+            np.uint8,
+            slab.memory,
+            0,
+            (layout.layer_stride, layout.capacity * token, token, 1),
+        )
+        self.mask: Bytes = np.ndarray(
+            (layout.layers, layout.rows, layout.capacity),
+            np.uint8,
+            slab.memory,
+            layout.masks_offset,
+            (layout.mask_stride, layout.capacity, 1),
+        )
+        self.mask[:] = 0
+        for row, length in enumerate(lengths):
+            self.mask[:, row, :length] = MASK_REMOTE
+        self.expected: Bytes = np.zeros(self.data.shape, np.uint8)
+        """What the bytes of known tokens must be."""
+        self.known = np.zeros(self.mask.shape, np.bool_)
+        """Tokens whose bytes are there: rung (source), held (sink)."""
+        self.sent = np.zeros(self.mask.shape, np.bool_)
+        """Tokens handed to the fabric: by this part (source), for this part (sink)."""
+
+    def wrong_bytes(self) -> str:
+        """What is not as it must be; empty if all is well.
+
+        A source's rung tokens have the bytes that its process put there. A sink's local tokens have the source's,
+        or their own where they were held; and what was never sent is not local.
+        """
+        sink = self.sink
+        there = (self.mask == MASK_LOCAL) if sink else self.known
+        same = (self.data == self.expected).all(axis=3)
+        wrong = there & ~same
+        if wrong.any():
+            layer, row, token = (int(axis[0]) for axis in np.nonzero(wrong))
+            what = "mask says local, but" if sink else "the source's"
+            return (
+                f"{what} bytes of token {token}, row {row}, layer {layer} are {self.data[layer, row, token].tolist()} "
+                f"instead of {self.expected[layer, row, token].tolist()}"
+            )
+        if sink:
+            wrong = there & ~(self.known | self.sent)
+            if wrong.any():
+                return f"the mask says local for a token that nobody sent: {[int(a[0]) for a in np.nonzero(wrong)]}"
+        return ""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Grant:
+    """Permits a peer to write into a lease until it is revoked."""
+
+    lease: Lease
+    token: bytes
+    revoked: bool = False
+
+
+class Memory:
+    """A node's pool. What is given back is what is taken next, with its old bytes in it."""
+
+    def __init__(self, rng: random.Random, slabs: int) -> None:
+        self.free = [Slab(np.frombuffer(bytearray(rng.randbytes(SLAB)), np.uint8)) for _ in range(slabs)]
+        self.slabs = slabs
+        self.grants: dict[bytes, Grant] = {}
+
+    def take(self, layout: PartLayout, lengths: tuple[int, ...], owner: Any) -> Lease | None:
+        if not self.free:
+            return None
+        slab = self.free.pop()
+        lease = Lease(slab, layout, lengths, owner)
+        slab.users.append(lease)
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        lease.slab.users.remove(lease)
+        self.free.append(lease.slab)
+
+    def revoke(self, grant: Grant) -> None:
+        grant.revoked = True
+        del self.grants[grant.token]

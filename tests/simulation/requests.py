@@ -1,0 +1,310 @@
+"""What the processes do: requests with their sources and sinks, well-behaved or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvd.errors import Aborted, AlreadyExists, InvalidArgument, ShuttingDown
+from kvd.transfer import events as ev
+from kvd.transfer.handle import Handle
+from kvd.types import Role
+from kvd_client.spec import MASK_LOCAL, KVSpec, TokenRange, part_layout
+
+from .links import Record, Violation
+from .node import Node
+
+if TYPE_CHECKING:
+    from .world import World
+
+WAYS = ("request", "handle", "announce", "both")
+MISFITS: dict[str, str] = {
+    "model": "FINGERPRINT_MISMATCH",
+    "revision": "FINGERPRINT_MISMATCH",
+    "dtype": "FINGERPRINT_MISMATCH",
+    "lengths": "UNSUPPORTED_LAYOUT",
+    "ranks": "UNSUPPORTED_LAYOUT",
+    "head_start": "UNSUPPORTED_LAYOUT",
+}
+"""In what a wrong sink can differ, and the code with which it is refused."""
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """One request: everything that is decided before the clock starts."""
+
+    request: str
+    sink_request: str
+    source: str
+    sink: str
+    way: str
+    """How the two sides meet: one of :data:`WAYS`."""
+    ranks: int
+    spec: KVSpec
+    heads: int
+    lengths: tuple[int, ...]
+    source_room: int
+    sink_room: int
+    held: tuple[TokenRange, ...]
+    deadline_s: float
+    misfit: str = ""
+    """The first sink differs in this."""
+    rival: str = ""
+    """A second node that wants the same request."""
+    retries: int = 0
+    disturbed: str = ""
+    """Why this request need not end well; empty: it must."""
+    handles: dict[int, str] = dataclasses.field(default_factory=dict)
+    """The source's newest handle, by rank."""
+    codes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """How its parts ended, by ``source``, ``sink``, ``misfit`` and ``rival``."""
+
+    @property
+    def nodes(self) -> set[str]:
+        return {self.source, self.sink, self.rival}
+
+
+def make_plan(world: World, number: int, nodes: list[str]) -> Plan:
+    rng = world.rng
+    source, sink = rng.sample(nodes, 2)
+    rows = rng.choice((1, 1, 2))
+    lengths = tuple(rng.randint(1, 12) for _ in range(rows))
+    heads, ranks = rng.choice((1, 2)), rng.choice((1, 1, 1, 2, 3))
+    spec = KVSpec(
+        layers=rng.choice((1, 2, 3)), kv_heads=heads * ranks, entry_bytes=rng.choice((1, 3, 4)), dtype="fp16", model="m"
+    )
+    way = rng.choice(WAYS)
+    held: list[TokenRange] = []
+    if rng.random() < 0.3:
+        for row, length in enumerate(lengths):
+            start = rng.choice((0, 0, rng.randint(0, length)))
+            held.append(TokenRange(row, start, rng.randint(start, length)))
+    plan = Plan(
+        request=f"r{number}",
+        sink_request=f"r{number}" if way != "handle" or rng.random() < 0.5 else f"other-{number}",
+        source=source, sink=sink, way=way, ranks=ranks, spec=spec, heads=heads, lengths=lengths,
+        source_room=max(lengths) + rng.choice((0, 0, 2)), sink_room=max(lengths) + rng.choice((0, 0, 3)),
+        held=tuple(held), deadline_s=60.0,
+    )  # fmt: skip
+    if ranks == 1 and rng.random() < 0.2:
+        plan.misfit = rng.choice(tuple(MISFITS))
+    elif ranks == 1 and len(nodes) > 2 and way == "request" and rng.random() < 0.3:
+        plan.rival = next(node for node in nodes if node not in (source, sink))
+    return plan
+
+
+class Attempt:
+    """One process's go at one rank of a request, in one role: open, ring, finish, wait for the end, release."""
+
+    def __init__(self, world: World, plan: Plan, role: Role, rank: int, client: int, as_: str) -> None:
+        self.world = world
+        self.plan = plan
+        self.role = role
+        self.rank = rank
+        self.client = client
+        self.as_ = as_
+        """``source``, ``sink``, ``misfit`` or ``rival``."""
+        self.request = plan.request if role is Role.SOURCE else plan.sink_request
+        name = plan.source if role is Role.SOURCE else plan.rival if as_ == "rival" else plan.sink
+        self.node: Node = world.nodes[name]
+        self.record: Record | None = None
+        self.dead = False
+        self.waits = 0
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        world, plan, node = self.world, self.plan, self.node
+        if self.dead:
+            return
+        if not node.up:
+            world.disturb(plan, "node is down")
+            return
+        if self.role is Role.SINK and plan.way == "handle" and self.rank not in plan.handles:
+            self.waits += 1
+            if self.waits < 40:  # the router has no handle yet
+                node.later(0.5, self.open)
+            return
+        event = self._event(node.next_transfer)
+        try:
+            node.core.check_open(event)
+        except AlreadyExists:
+            world.disturb(plan, "opened twice")
+            return
+        except ShuttingDown:
+            world.disturb(plan, "draining")
+            return
+        lease = node.memory.take(event.layout, event.lengths, None)
+        if lease is None:
+            world.disturb(plan, "out of memory")
+            return
+        node.next_transfer += 1
+        record = Record(event.transfer, self.role, self, lease, event.lengths, world.now + event.deadline_s)
+        lease.owner = record
+        lease.sink = self.role is Role.SINK
+        self.record = node.records[event.transfer] = record
+        content = np.frombuffer(world.rng.randbytes(lease.data.size), np.uint8).reshape(lease.data.shape)
+        if self.role is Role.SOURCE:
+            lease.expected[:] = content
+            plan.handles[self.rank] = event.handle
+        for r in event.held:  # the process's own bytes, which nobody may replace
+            piece = np.s_[:, r.row, r.start : r.stop]
+            lease.data[piece] = lease.expected[piece] = content[piece]
+            lease.known[piece] = True
+            lease.mask[piece] = MASK_LOCAL
+        node.feed(event)
+        if self.role is Role.SOURCE:
+            self._script_rings()
+
+    def _event(self, transfer: int) -> ev.PartOpened:
+        plan, node, rng = self.plan, self.node, self.world.rng
+        source = self.role is Role.SOURCE
+        spec, lengths, ranks, head_start = plan.spec, plan.lengths, plan.ranks, self.rank * plan.heads
+        capacity = plan.source_room if source else plan.sink_room
+        held = plan.held
+        if self.as_ == "misfit":
+            held = ()
+            if plan.misfit in ("model", "revision", "dtype"):
+                spec = KVSpec(**{**_fields(spec), plan.misfit: "another"})
+            elif plan.misfit == "lengths":
+                lengths = (lengths[0] + 1, *lengths[1:])
+                capacity += 1
+            elif plan.misfit == "ranks":
+                ranks += 1
+            else:
+                head_start += 1
+        if source:
+            handle = str(Handle(node.name, node.boot, transfer, f"{rng.getrandbits(64):016x}"))
+            peer = plan.sink if plan.way in ("announce", "both") else ""
+        else:
+            handle = plan.handles[self.rank] if plan.way == "handle" else ""
+            peer = "" if plan.way == "announce" else plan.source
+        return ev.PartOpened(
+            transfer=transfer, role=self.role, client=self.client, request=self.request, rank=self.rank, ranks=ranks,
+            head_start=head_start, spec=spec, lengths=lengths, handle=handle, peer=peer,
+            layout=part_layout(spec, heads=plan.heads, rows=len(lengths), capacity=capacity),
+            held=() if source else held, deadline_s=plan.deadline_s,
+        )  # fmt: skip
+
+    # --- ringing ------------------------------------------------------------------------------------------------------
+
+    def _script_rings(self) -> None:
+        """Chunked prefill, layer by layer, with some rings twice, overlapping, late or in another order."""
+        rng, plan = self.world.rng, self.plan
+        longest = max(plan.lengths)
+        step = rng.choice((longest, longest, max(1, longest // 2), 3, 1))
+        rings: list[tuple[int, int | None, int, int]] = []
+        for start in range(0, longest, step):
+            for layer in range(plan.spec.layers):
+                stop = min(start + step, longest)
+                if rng.random() < 0.5:
+                    rings.append((layer, None, start, stop))
+                else:
+                    rings += [
+                        (layer, row, min(start, length), min(stop, length)) for row, length in enumerate(plan.lengths)
+                    ]
+                if rng.random() < 0.15:
+                    rings.append((layer, None, rng.randint(0, start), stop))
+        if rng.random() < 0.15:
+            rng.shuffle(rings)
+        now = 0.0
+        for ring in rings:
+            now += rng.choice((0.0, 0.01, 0.05))
+            self.node.later(now, self._ring, *ring)
+            if rng.random() < 0.1:
+                self.node.later(now + rng.choice((0.0, 0.3, 5.0)), self._ring, *ring)
+        self.node.later(now, self._finish)
+
+    def _ring(self, layer: int, row: int | None, start: int, stop: int) -> None:
+        record = self.record
+        assert record is not None
+        if self.dead or record.released:
+            return
+        lease = record.lease
+        for r in range(len(record.lengths)) if row is None else (row,):
+            piece = np.s_[layer, r, start : min(stop, record.lengths[r])]
+            lease.data[piece] = lease.expected[piece]
+            lease.known[piece] = True
+        self.node.feed(ev.LayerReady(record.transfer, layer, row, start, stop))
+
+    def _finish(self) -> None:
+        record = self.record
+        assert record is not None
+        if self.dead or record.released:
+            return
+        try:
+            self.node.core.check_finish(record.transfer)
+        except InvalidArgument as error:
+            raise Violation(f"everything was rung, and still: {error}", self.plan.request) from None
+        self.node.feed(ev.SourceFinished(record.transfer))
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def on_end(self, record: Record) -> None:
+        self.plan.codes.setdefault(self.as_, []).append(record.code)
+        if self.as_ == "misfit" and not self.plan.disturbed:
+            wanted = MISFITS[self.plan.misfit]
+            if record.code != wanted:
+                raise Violation(
+                    f"a sink that differs in {self.plan.misfit} ended with {record.code}", self.plan.request
+                )
+        self.node.later(self.world.rng.choice((0.0, 0.01, 0.2, 2.0)), self.release)
+
+    def release(self) -> None:
+        record = self.record
+        if record is None or self.dead or record.released:
+            return
+        if record.code == "":
+            self.world.disturb(self.plan, "released early")
+        record.released = True
+        rng = self.world.rng
+        if rng.random() < 0.1:
+            self.kill()
+            return
+        self.node.feed(ev.ReleaseRequested(record.transfer))
+        if rng.random() < 0.3:
+            self.node.later(rng.random(), self.node.feed, ev.ReleaseRequested(record.transfer))
+
+    def on_freed(self, record: Record) -> None:
+        """The daemon has forgotten the part: the process may open the request once more."""
+        plan, world = self.plan, self.world
+        if self.as_ == "misfit":
+            world.start_attempt(plan, Role.SINK, self.rank, self.client, "sink", 0.1)
+        elif record.code not in ("OK", "") and plan.retries:
+            plan.retries -= 1
+            world.start_attempt(plan, self.role, self.rank, world.new_client(), self.as_, world.rng.random())
+
+    def abort(self) -> None:
+        if self.record is None or self.dead or self.record.released:
+            return
+        event = ev.AbortRequested(self.record.transfer, Aborted("the process gave it up", request=self.request))
+        self.node.feed(event)
+        self.node.later(self.world.rng.choice((0.0, 0.2)), self._abort_again, event)
+
+    def _abort_again(self, event: ev.AbortRequested) -> None:
+        self.node.feed(event)
+
+    def kill(self) -> None:
+        """The process dies; with it, all that it has open."""
+        if self.dead:
+            return
+        for attempt in self.world.attempts:
+            if attempt.client == self.client and attempt.node is self.node:
+                attempt.dead = True
+                if attempt.record is not None:
+                    attempt.record.released = True
+                if attempt.record is None or not attempt.record.code:
+                    self.world.disturb(attempt.plan, "its process died")
+        self.node.feed(ev.ClientLost(self.client))
+
+
+def _fields(spec: KVSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.__struct_fields__}
+
+
+def draw_fault(rng: random.Random) -> str:
+    """What one attempt's process does wrong, if anything."""
+    return rng.choice(("", "", "", "", "abort", "release", "kill", "reject", "duplicate"))

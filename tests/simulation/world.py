@@ -1,0 +1,380 @@
+"""A world of a few nodes on a virtual clock, drawn from a seed: links, faults and requests, until all is quiet.
+
+``World(seed).run()`` raises :class:`~tests.simulation.links.Violation` as soon as a rule is broken. The same seed
+gives the same run, so that a failure is told again, this time with the story written down (:func:`tell`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from kvd.errors import ShuttingDown
+from kvd.transfer import events as ev
+from kvd.transfer import instructions as do
+from kvd.transfer.core import Settings
+from kvd.types import Role
+from kvd.wire import messages as wire
+from kvd_client.spec import TokenRange
+
+from .links import DATA, End, Session, Violation
+from .memory import Slab
+from .node import Node
+from .requests import Attempt, Plan, draw_fault, make_plan
+
+MAX_STEPS = 40_000
+
+
+class World:
+    """``story``: a list to write everything down in, or None."""
+
+    def __init__(self, seed: int, story: list[tuple[float, Node | None, str, Any]] | None = None) -> None:
+        self.seed = seed
+        self.story = story
+        self.rng = rng = random.Random(seed)
+        self.now = 0.0
+        self.steps = 0
+        self.dirty: list[Slab] = []
+        self.plans: list[Plan] = []
+        self.attempts: list[Attempt] = []
+        self.nodes: dict[str, Node] = {}
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+        self._clients = itertools.count(1)
+        self.calm = rng.random() < 0.35
+        """Nothing goes wrong but what harmless strangers do."""
+        self.before_closing: Callable[[], object] = lambda: None
+        """Called once all is quiet, before the sessions are closed."""
+        self.slow = rng.choice((0.0, 0.0, 0.05))
+        self.connect_failure = 0.0 if self.calm else rng.choice((0.0, 0.1))
+        chunk = rng.choice((1, 16, 40, 1000))
+        settings = Settings(rendezvous_s=20.0, chunk=chunk, window=chunk * rng.choice((1, 2, 4)))
+        for name in ("a", "b", "c", "d")[: rng.choice((2, 2, 3, 4))]:
+            self.nodes[name] = Node(self, name, settings, 40 if self.calm else rng.choice((6, 40)))
+        for number in range(rng.randint(1, 6)):
+            self._add_request(make_plan(self, number, list(self.nodes)))
+        for _ in range(rng.randint(0, 3)):
+            self.at(rng.uniform(0.0, 6.0), self._stray)
+        if not self.calm:
+            self._add_faults()
+
+    # --- the clock ----------------------------------------------------------------------------------------------------
+
+    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._queue, (time, next(self._order), action, args))
+
+    def delay(self) -> float:
+        if self.slow and self.rng.random() < self.slow:
+            return 0.5 + self.rng.random()
+        return self.rng.random() * 0.02
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.rng.random() < probability
+
+    def run(self) -> None:
+        self._until_quiet()
+        for node in self.nodes.values():
+            if node.up:
+                node.check_empty(sessions=False)
+        for plan in self.plans:
+            self._check_outcome(plan)
+        self.before_closing()
+        for node in self.nodes.values():
+            for end in list(node.ends.values()):
+                self.break_session(end.session)
+        self._until_quiet()
+        for node in self.nodes.values():
+            if node.up:
+                node.check_empty(sessions=True)
+
+    def _until_quiet(self) -> None:
+        while self._queue:
+            self.now, _, action, args = heapq.heappop(self._queue)
+            self.steps += 1
+            if self.steps > MAX_STEPS:
+                raise Violation(f"no rest after {MAX_STEPS} steps")
+            action(*args)
+            if self.dirty:
+                self._check_memory()
+
+    def _check_memory(self) -> None:
+        for slab in self.dirty:
+            for lease in slab.users:
+                wrong = lease.wrong_bytes()
+                if wrong:
+                    record = lease.owner
+                    raise Violation(f"{record.attempt.node.name}: part {record.transfer}: {wrong}", record.request)
+        self.dirty.clear()
+
+    def _check_outcome(self, plan: Plan) -> None:
+        if plan.disturbed:
+            return
+        well = ["OK"] * plan.ranks
+        source, sink = plan.codes.get("source"), plan.codes.get("sink")
+        if plan.rival and source == well:
+            winners = [codes for codes in (sink, plan.codes.get("rival")) if codes == ["OK"]]
+            if len(winners) != 1:
+                raise Violation(f"two sinks wanted {plan.request}: {plan.codes}", plan.request)
+        elif source != well or sink != well:
+            raise Violation(
+                f"nothing disturbed request {plan.request} ({plan.way}, {plan.ranks} ranks), and it ended so: "
+                f"{plan.codes}",
+                plan.request,
+            )
+
+    # --- links --------------------------------------------------------------------------------------------------------
+
+    def join(self, one: Node, other: Node) -> End:
+        """A new session; returns the end of ``one``."""
+        session = Session()
+        ends = []
+        for node in (one, other):
+            end = End(session, node, node.life, node.next_session)
+            node.next_session += 1
+            node.ends[end.number] = end
+            ends.append(end)
+        session.ends = (ends[0], ends[1])
+        return ends[0]
+
+    def break_session(self, session: Session) -> None:
+        if session.broken:
+            return
+        session.broken = True
+        self.note(None, "session breaks between", " and ".join(end.node.name for end in session.ends))
+        names = {end.node.name for end in session.ends}
+        for plan in self.plans:
+            if len(names & plan.nodes) > 1:
+                self.disturb(plan, "session broke")
+        for end in session.ends:
+            if end.node.life == end.life:
+                end.node.later(self.delay() * self.rng.choice((0, 1, 20)), end.node.lose, end)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _add_request(self, plan: Plan) -> None:
+        rng = self.rng
+        self.plans.append(plan)
+        if not self.calm:
+            plan.retries = rng.choice((0, 0, 2, 4))
+            if rng.random() < 0.15:
+                plan.deadline_s = rng.choice((0.05, 0.5, 3.0))
+                self.disturb(plan, "short of time")
+        source_at, sink_at = rng.choice((0.0, rng.uniform(0, 3))), rng.choice((0.0, rng.uniform(0, 3)))
+        shared = rng.random() < 0.5
+        clients = [self.new_client(), self.new_client()]
+        for rank in range(plan.ranks):
+            for role, when in ((Role.SOURCE, source_at), (Role.SINK, sink_at)):
+                client = clients[role is Role.SINK] if shared else self.new_client()
+                as_ = role.value if role is Role.SOURCE or not plan.misfit else "misfit"
+                self.start_attempt(plan, role, rank, client, as_, when + rng.choice((0.0, 0.05, 0.5)))
+        if plan.rival:
+            self.start_attempt(plan, Role.SINK, 0, self.new_client(), "rival", rng.uniform(0, 3))
+
+    def new_client(self) -> int:
+        return next(self._clients)
+
+    def start_attempt(self, plan: Plan, role: Role, rank: int, client: int, as_: str, after: float) -> None:
+        attempt = Attempt(self, plan, role, rank, client, as_)
+        self.attempts.append(attempt)
+        attempt.node.later(after, attempt.open)
+        if self.calm:
+            return
+        fault, when = draw_fault(self.rng), after + self.rng.choice((0.0, 0.1, 1.0, 4.0)) * self.rng.random()
+        if fault == "duplicate":
+            self.start_duplicate(attempt, when)
+        elif fault:
+            attempt.node.later(when, self._misbehave, attempt, fault)
+
+    def start_duplicate(self, attempt: Attempt, when: float) -> None:
+        """Another process opens the same once more; it is refused, or (first come) the other one is."""
+        twin = Attempt(self, attempt.plan, attempt.role, attempt.rank, self.new_client(), attempt.as_)
+        self.attempts.append(twin)
+        self.disturb(attempt.plan, "opened by two")
+        attempt.node.later(when, twin.open)
+
+    def _misbehave(self, attempt: Attempt, fault: str) -> None:
+        self.disturb(attempt.plan, fault)
+        if fault == "abort":
+            attempt.abort()
+        elif fault == "release":
+            attempt.release()
+        elif fault == "kill":
+            attempt.kill()
+        else:
+            self._reject(attempt.plan)
+
+    def _reject(self, plan: Plan) -> None:
+        """The sink's node tells the source that nobody will come."""
+        sink = self.nodes[plan.sink]
+        end = next((e for e in sink.ends.values() if e.peer.node.name == plan.source and not e.session.broken), None)
+        if end is not None:
+            handle = self.rng.choice(("", plan.handles.get(0, "")))
+            sink.transmit(end, wire.RejectHandle(handle=handle, request=plan.request, reason="no room"))
+
+    def disturb(self, plan: Plan, why: str) -> None:
+        if not plan.disturbed:
+            plan.disturbed = why
+            self.note(None, f"from now on {plan.request} may fail:", why)
+
+    # --- strangers and faults -----------------------------------------------------------------------------------------
+
+    def _stray(self) -> None:
+        """A peer names parts that are not its own, or not there: nothing may come of it."""
+        rng = self.rng
+        ends = [end for node in self.nodes.values() for end in node.ends.values() if not end.session.broken]
+        if not ends:
+            return
+        end = rng.choice(ends)
+        target = end.peer
+        foreign = [t for t, record in target.node.records.items() if end.node.name not in record.attempt.plan.nodes]
+        number = rng.choice([*foreign, 10_000])
+        why: dict[str, Any] = {"code": "ABORTED", "message": "a stranger says so", "fields": {}}
+        message = rng.choice(
+            (
+                wire.Accepted(transfer=number, source=1),
+                wire.Refused(transfer=number, **why),
+                wire.Delivered(transfer=number),
+                wire.Abort(transfer=number, **why),
+                wire.Withdraw(sink=10_000, **why),
+                wire.RejectHandle(handle="a/0123456789abcdef/1/0123456789abcdef", request="", reason="no"),
+                wire.Announce(source=1, request="nobody's", rank=0),
+            )
+        )
+        end.node.transmit(end, message)
+
+    def _add_faults(self) -> None:
+        rng = self.rng
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            self.at(rng.uniform(0.0, 4.0), self._break_something)
+        if rng.random() < 0.25:
+            self.at(rng.uniform(0.0, 4.0), self._crash, rng.choice(list(self.nodes.values())))
+        if rng.random() < 0.2:
+            self.at(rng.uniform(0.0, 4.0), self._drain, rng.choice(list(self.nodes.values())))
+        if rng.random() < 0.1:
+            self.at(rng.uniform(0.0, 4.0), self._lie)
+
+    def _break_something(self) -> None:
+        ends = [end for node in self.nodes.values() for end in node.ends.values() if not end.session.broken]
+        if ends:
+            self.break_session(self.rng.choice(ends).session)
+
+    def _disturb_node(self, node: Node, why: str) -> None:
+        for plan in self.plans:
+            if node.name in plan.nodes:
+                self.disturb(plan, why)
+
+    def _crash(self, node: Node) -> None:
+        self._disturb_node(node, "node crashed")
+        if node.up:
+            self.note(node, "crashes", "")
+            node.crash()
+            self.at(self.now + self.rng.choice((0.1, 1.0, 5.0)), self._restart, node)
+
+    def _restart(self, node: Node) -> None:
+        """A new life: another boot id, empty memory, and processes that try again."""
+        node.start()
+        self.note(node, "starts", node.boot)
+        for attempt in list(self.attempts):
+            if attempt.node is node and attempt.record is not None and not attempt.dead:
+                attempt.dead = True
+                if attempt.plan.retries:
+                    attempt.plan.retries -= 1
+                    self.start_attempt(
+                        attempt.plan, attempt.role, attempt.rank, self.new_client(), attempt.as_, self.rng.random()
+                    )
+
+    def _drain(self, node: Node) -> None:
+        self._disturb_node(node, "node drains")
+        if node.up:
+            node.feed(ev.DrainRequested())
+            node.later(self.rng.choice((0.0, 0.5, 3.0)), self._stop, node)
+
+    def _stop(self, node: Node) -> None:
+        node.feed(ev.StopRequested(ShuttingDown("the daemon stops")))
+        for record in node.records.values():
+            if not record.code:
+                raise Violation(f"{node.name}: stopped, and part {record.transfer} has not ended", record.request)
+        self._crash(node)
+
+    def _lie(self) -> None:
+        """A peer claims tokens that do not exist: the session must end."""
+        for node in self.nodes.values():
+            for transfer, part in node.core.parts.items():
+                end = node.ends.get(part.session) if part.session is not None else None
+                if part.role is Role.SINK and not part.ended and end is not None:
+                    arrived = wire.Arrived(transfer, 0, [TokenRange(0, 0, 1), TokenRange(0, 0, 1000)])
+                    end.peer.last[DATA] = max(end.peer.last[DATA], self.now)
+                    node.feed(ev.TokensArrived(end.number, arrived))
+                    if not end.session.broken:
+                        raise Violation(f"{node.name}: a lie about part {transfer} did not end the session")
+                    return
+
+    # --- the story ----------------------------------------------------------------------------------------------------
+
+    def note(self, node: Node | None, what: str, thing: Any) -> None:
+        if self.story is not None:
+            self.story.append((self.now, node, what, thing))
+
+
+def tell(seed: int) -> str:
+    """What goes wrong with this seed, and everything that concerns the request; empty if nothing does."""
+    story: list[tuple[float, Node | None, str, Any]] = []
+    world: World | None = None
+    try:
+        world = World(seed, story)
+        world.run()
+    except AssertionError as violation:
+        request, wrong = getattr(violation, "request", ""), str(violation)
+    except Exception as error:  # a core that raises is as wrong as one that answers wrongly
+        request, wrong = "", f"{type(error).__name__}: {error}"
+    else:
+        return ""
+    lines = [_line(*entry) for entry in story]
+    if request and world is not None:
+        about = _numbers(story, request)
+        lines = [
+            line
+            for line, (_, node, _, thing) in zip(lines, story, strict=True)
+            if node is None or _concerns(thing, node, request, about)
+        ]
+    shown = lines[-400:]
+    return "\n".join(
+        [
+            f"seed {seed}: {wrong}",
+            f"replay: python -m tests.simulation.run --seed {seed}",
+            f"story of {request or 'everything'} (<- what happened to a core, -> what it wanted), last {len(shown)}:",
+            *shown,
+        ]
+    )
+
+
+def _numbers(story: list[tuple[float, Node | None, str, Any]], request: str) -> set[tuple[str, int]]:
+    same = {request, request.replace("r", "other-")}
+    return {
+        (node.name, thing.transfer)
+        for _, node, _, thing in story
+        if node is not None and isinstance(thing, ev.PartOpened) and thing.request in same
+    }
+
+
+def _concerns(thing: Any, node: Node, request: str, about: set[tuple[str, int]]) -> bool:
+    if isinstance(thing, str | ev.SessionLost | ev.DrainRequested | ev.StopRequested):
+        return True
+    message = getattr(thing, "message", None)
+    if getattr(message, "request", None) == request or getattr(thing, "transfer", None) is not None:
+        return getattr(message, "request", None) == request or (node.name, thing.transfer) in about
+    inner = message if message is not None else getattr(thing, "arrived", None)
+    number = getattr(inner, "transfer", getattr(inner, "sink", None))
+    if isinstance(thing, do.SendMessage):  # names the receiver's part
+        return any(name != node.name and number == its for name, its in about)
+    return (node.name, number) in about
+
+
+def _line(time: float, node: Node | None, what: str, thing: Any) -> str:
+    text = thing if isinstance(thing, str) else repr(thing)
+    if isinstance(thing, do.ReportEnd):
+        text = f"ReportEnd(transfer={thing.transfer}, code={thing.code!r}, message={thing.message!r})"
+    return f"{time:9.4f} {node.name if node else '-'} {what} {text}"[:400]
