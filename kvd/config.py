@@ -91,6 +91,23 @@ class Transfer(_Section, frozen=True, kw_only=True):
     """Most bytes in flight to one peer."""
 
 
+class Selective(_Section, frozen=True, kw_only=True):
+    mode: Literal["full", "partial", "profile", "parallel", "speculative"] = "full"
+    """What is pushed when, where neither process of a transfer says so."""
+    budget: Literal["deadline", "fixed"] = "deadline"
+    """``deadline``: push by importance until the first token exists. ``fixed``: so many blocks as equation 2 allows."""
+    speculative: Literal["windows", "adaptive"] = "windows"
+    """``windows``: a share in each idle window. ``adaptive``: as fast as ``fetch_delay_s`` allows."""
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+    """Of all blocks, in the idle windows of one decode iteration."""
+    fetch_delay_s: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.01
+    """Most time that bulk bytes under way may keep a link from a fetch."""
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1000
+    """KV blocks a layer, where no profile says otherwise."""
+    profiles: str = ""
+    """Folder with profile files; those installed through the API go there too. Empty: none are kept."""
+
+
 class Fabric(_Section, frozen=True, kw_only=True):
     name: str = "tcp"
     """``tcp``, or ``auto`` for the best that this host offers."""
@@ -110,6 +127,7 @@ class Config(_Section, frozen=True, kw_only=True):
     peers: Peers = Peers()
     memory: Memory = Memory()
     transfer: Transfer = Transfer()
+    selective: Selective = Selective()
     fabric: Fabric = Fabric()
     log: Log = Log()
 

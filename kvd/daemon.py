@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import time
+from pathlib import Path
 
 import kvd_kernels
 import structlog
@@ -23,10 +24,12 @@ from kvd.fabric.base import Fabric
 from kvd.memory.pool import Pool
 from kvd.peers.local import connect_local
 from kvd.peers.manager import Peers, PeersConfig
+from kvd.profiles import Profiles
 from kvd.service import Service
 from kvd.transfer.core import Settings, TransferCore
 from kvd.transfer.engine import Engine, Session
 from kvd.transfer.events import DrainRequested, StopRequested
+from kvd.transfer.policy import Selective
 from kvd.types import NodeId
 from kvd.wire.messages import WIRE_VERSION
 from kvd_client import protocol as api
@@ -112,8 +115,21 @@ class Daemon:
             [self._fabric, self._loopback],
             client_limit=config.memory.client_limit,
         )
+        selective = config.selective
+        self._profiles = Profiles(Path(selective.profiles) if selective.profiles else None)
         settings = Settings(
-            rendezvous_s=config.transfer.rendezvous_s, chunk=config.transfer.chunk, window=config.transfer.window
+            rendezvous_s=config.transfer.rendezvous_s,
+            chunk=config.transfer.chunk,
+            window=config.transfer.window,
+            bulk_delay_s=selective.fetch_delay_s,
+            selective=Selective(
+                mode=selective.mode,
+                budget=selective.budget,
+                speculative=selective.speculative,
+                share=selective.share,
+                blocks=selective.blocks,
+            ),
+            profiled=self._profiles.known,
         )
         core = TransferCore(self.node, self.boot, settings)
         self._engine = Engine(core=core, node=self.node, boot=self.boot, pool=self._pool, connect=self.connect)
@@ -133,6 +149,7 @@ class Daemon:
             connect=self.connect,
             deadline_s=config.transfer.deadline_s,
             status=self.status,
+            profiles=self._profiles,
         )
         activated = [passed.fd for passed in notify.listen_fds() if passed.name == "api"]
         self._api = ApiServer(
@@ -263,6 +280,8 @@ class Daemon:
                     bytes_total=part.bytes_total,
                     bytes_done=part.bytes_done,
                     age_s=now - part.opened,
+                    mode=part.mode,
+                    paths={name: count for name, count in part.paths.items() if count},
                 )
                 for part in core.parts.values()
             ],

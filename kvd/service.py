@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
+import structlog
+
 from kvd.api.server import Answer, ClientSession
-from kvd.errors import Aborted, InvalidArgument, NotFound
+from kvd.errors import Aborted, InvalidArgument, KvdError, NotFound
+from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
 from kvd.transfer.engine import Engine, Session
 from kvd.transfer.handle import parse_handle
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
 from kvd_client import protocol as api
-from kvd_client.spec import MAX_ROWS, MAX_TOKENS, part_layout
+from kvd_client.spec import MAX_ROWS, MAX_TOKENS, PartLayout, part_layout
+
+log = structlog.get_logger("kvd.service")
 
 MAX_REQUEST_ID = 256
+PROFILE_PIECE = 512 << 10
+"""Bytes of a profile file in one message."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,6 +39,9 @@ class _Opened:
     progress: int = 0
     state: int = api.SLOT_OPEN
     bytes_done: int = 0
+    request: api.OpenSource | api.OpenSink | None = None
+    layout: PartLayout | None = None
+    wants_windows: bool = False
 
 
 class Service:
@@ -42,6 +54,7 @@ class Service:
         connect: Callable[[NodeId], Awaitable[Session]],
         deadline_s: float,
         status: Callable[[], api.Status],
+        profiles: Profiles,
     ) -> None:
         self._engine = engine
         self._connect = connect
@@ -49,6 +62,11 @@ class Service:
         self._status = status
         self._opened: dict[TransferId, _Opened] = {}
         self._lost: set[int] = set()
+        self._profiles = profiles
+        self._fetches: dict[int, asyncio.Future[None]] = {}
+        self._next_fetch = 1
+        self._uploads: dict[int, bytearray] = {}
+        """Profile files on their way in, by client."""
 
     # --- for the API server -----------------------------------------------------------------------------------------
 
@@ -57,8 +75,18 @@ class Service:
         match request:
             case api.OpenSource() | api.OpenSink():
                 return self._open(client, request)
+            case api.Fetch():
+                return self._fetch(client, request)
             case api.Reject():
                 return self._reject(request)
+            case api.InstallProfile():
+                self._install_profile(client, request)
+            case api.ReportSelections():
+                self._report_selections(client, request)
+            case api.ExportProfile():
+                data = self._profiles.export(request.model, request.selector)
+                piece = data[max(0, request.offset) :][:PROFILE_PIECE]
+                return api.ProfileData(data=piece, total=len(data))
             case api.GetStatus():
                 return self._status()
             case api.Finish():
@@ -84,13 +112,20 @@ class Service:
         self, client: ClientSession, kind: int, layer: int, transfer: int, row: int, start: int, stop: int
     ) -> None:
         """One event of a client's ring; those of transfers it does not have (any more) are dropped."""
-        if kind == api.EVENT_LAYER_READY and self._mine(client, transfer):
+        if not self._mine(client, transfer):
+            return
+        if kind == api.EVENT_LAYER_READY:
             rows = None if row == api.ALL_ROWS else row
             self._engine.submit(ev.LayerReady(transfer, layer, rows, start, stop))
+        elif kind == api.EVENT_IDLE:
+            self._engine.submit(ev.IdleWindow(transfer, layer))
+        elif kind == api.EVENT_METADATA_READY:
+            self._engine.submit(ev.MetadataReady(transfer, layer))
 
     def client_lost(self, client: ClientSession) -> None:
         """The process is gone: everything it had comes back."""
         self._lost.add(client.id)
+        self._uploads.pop(client.id, None)
         self._engine.submit(ev.ClientLost(client.id))
 
     # --- for the engine ---------------------------------------------------------------------------------------------
@@ -117,12 +152,38 @@ class Service:
         opened = self._opened.pop(transfer, None)
         if opened is not None:
             opened.client.free_slot(opened.slot)
+            self._set_wake(opened.client)
+
+    def fetched(self, transfer: TransferId, fetch: int, error: KvdError | None) -> None:
+        """Answer a fetch."""
+        waiting = self._fetches.pop(fetch, None)
+        if waiting is None or waiting.done():
+            return
+        if error is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(error)
+
+    def want_windows(self, transfer: TransferId, wanted: bool) -> None:
+        """Let the process ring its idle windows, or spare it the trouble."""
+        opened = self._opened.get(transfer)
+        if opened is not None:
+            opened.wants_windows = wanted
+            self._set_wake(opened.client)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     async def _open(self, client: ClientSession, request: api.OpenSource | api.OpenSink) -> Answer:
         heads = _check_open(request)
-        layout = part_layout(request.spec, heads=heads, rows=len(request.lengths), capacity=request.capacity)
+        layout = part_layout(
+            request.spec,
+            heads=heads,
+            rows=len(request.lengths),
+            capacity=request.capacity,
+            metadata=request.metadata,
+            landing_entries=0 if isinstance(request, api.OpenSource) else request.landing_entries,
+            landing_slots=0 if isinstance(request, api.OpenSource) else request.landing_slots,
+        )
         if isinstance(request, api.OpenSource):
             role, peer, handle, held = Role.SOURCE, request.sink, "", []
         else:
@@ -142,10 +203,14 @@ class Service:
             handle=handle,
             held=held,
             deadline_s=request.deadline_s or self._deadline_s,
+            mode=request.mode,
+            selector=request.selector,
+            prefill_s=request.prefill_s if isinstance(request, api.OpenSource) else 0.0,
             still_there=lambda: client.id not in self._lost,
             opened=lambda transfer, generation: self._remember(client, transfer, generation),
         )
         opened = self._opened[transfer]
+        opened.request, opened.layout = request, layout
         reply = api.Opened(
             transfer=transfer,
             handle=handle,
@@ -160,6 +225,65 @@ class Service:
         opened = _Opened(client, client.take_slot(), generation)
         self._opened[transfer] = opened
         self._show(opened)
+
+    async def _fetch(self, client: ClientSession, request: api.Fetch) -> Answer:
+        opened = self._opened.get(request.transfer)
+        if opened is None or opened.client is not client or opened.layout is None:
+            raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
+        layout = opened.layout
+        _check_fetch(layout, request)
+        number, self._next_fetch = self._next_fetch, self._next_fetch + 1
+        waiting = self._fetches[number] = asyncio.get_running_loop().create_future()
+        self._engine.submit(
+            ev.FetchRequested(
+                transfer=request.transfer,
+                fetch=number,
+                layer=request.layer,
+                counts=request.counts,
+                index=request.index,
+                offset=layout.landing_offset(request.slot),
+                stride=layout.landing_row_bytes,
+            )
+        )
+        try:
+            await waiting
+        finally:
+            self._fetches.pop(number, None)
+        return api.Ok()
+
+    def _install_profile(self, client: ClientSession, request: api.InstallProfile) -> None:
+        data = self._uploads.setdefault(client.id, bytearray())
+        if request.offset != len(data) or len(data) + len(request.data) > MAX_FILE:
+            del self._uploads[client.id]
+            raise InvalidArgument(
+                f"a profile file comes in order and has at most {MAX_FILE} bytes; this piece is at {request.offset}, "
+                f"after {len(data)} bytes",
+                offset=request.offset,
+            )
+        data += request.data
+        if request.last:
+            del self._uploads[client.id]
+            profile = self._profiles.install(bytes(data))
+            log.info("profile installed", model=profile.model, selector=profile.selector, groups=len(profile.groups))
+
+    def _report_selections(self, client: ClientSession, request: api.ReportSelections) -> None:
+        opened = self._opened.get(request.transfer)
+        if opened is None or opened.client is not client or opened.request is None or opened.layout is None:
+            raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
+        opening = opened.request
+        self._profiles.record(
+            opening.spec,
+            opening.selector,
+            tuple(opening.lengths),
+            heads=opened.layout.heads,
+            steps=request.steps,
+            counts=request.counts,
+            blocks=request.blocks,
+        )
+
+    def _set_wake(self, client: ClientSession) -> None:
+        wanted = any(opened.wants_windows for opened in self._opened.values() if opened.client is client)
+        client.set_wake(api.WAKE_LAYER_READY | (api.WAKE_IDLE if wanted else 0))
 
     async def _reject(self, request: api.Reject) -> Answer:
         node = parse_handle(request.handle).node if request.handle else request.source
@@ -179,6 +303,33 @@ class Service:
             opened.slot, opened.state, opened.generation & 0xFFFFFFFF, opened.progress, opened.bytes_done
         )
         opened.client.wake()
+
+
+def _check_fetch(layout: PartLayout, request: api.Fetch) -> None:
+    """Raise what is wrong with a fetch's layer, slot and counts; positions are checked where they are used."""
+    if not 0 <= request.layer < layout.layers:
+        raise InvalidArgument(
+            f"a fetch names layer {request.layer}, but the transfer has layers 0 to {layout.layers - 1}",
+            layer=request.layer,
+        )
+    if not 0 <= request.slot < layout.landing_slots:
+        raise InvalidArgument(
+            f"a fetch names landing slot {request.slot}, but the transfer was opened with {layout.landing_slots}",
+            slot=request.slot,
+        )
+    if len(request.counts) != 4 * layout.rows * layout.heads or len(request.index) % 4:
+        raise InvalidArgument(
+            f"a fetch has {len(request.counts)} bytes of counts; it needs 4 for each of {layout.rows} rows and "
+            f"{layout.heads} heads",
+            counts=len(request.counts),
+        )
+    counts = np.frombuffer(request.counts, np.int32)
+    if counts.min() < 0 or counts.max() > layout.landing_entries:
+        raise InvalidArgument(
+            f"a fetch asks for {int(counts.max())} entries of a (row, head), but the transfer was opened with room "
+            f"for {layout.landing_entries}",
+            entries=int(counts.max()),
+        )
 
 
 def _check_open(request: api.OpenSource | api.OpenSink) -> int:
@@ -208,6 +359,10 @@ def _check_open(request: api.OpenSource | api.OpenSink) -> int:
                 row=row,
                 length=length,
             )
+    if request.mode and request.mode not in api.MODES:
+        raise InvalidArgument(
+            f"there is no mode {request.mode!r}; choose one of {', '.join(api.MODES)}", mode=request.mode[:100]
+        )
     if not math.isfinite(request.deadline_s) or request.deadline_s < 0:
         raise InvalidArgument(
             f"deadline_s is {request.deadline_s}; give seconds, or 0 for the daemon's default", field="deadline_s"

@@ -40,6 +40,7 @@ class LocalSession:
         self.fabric = fabric
         self.endpoint = endpoint
         self.other: LocalSession = self
+        self.error: KvdError | None = None
         self._on_message = on_message
 
     def send(self, message: PeerMessage) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvd.errors import KvdError, ShuttingDown
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
-from kvd.transfer.part import Part, SourcePart, State
+from kvd.transfer.part import Part, SinkPart, SourcePart, State
+from kvd.transfer.policy import Profiled, Selective
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
+from kvd_client.spec import KVSpec
 
 SomePart = TypeVar("SomePart", bound=Part)
 
@@ -26,6 +28,11 @@ class Settings:
     rendezvous_s: float = 30.0
     chunk: int = 1 << 20
     window: int = 8 << 20
+    bulk_delay_s: float = 0.0
+    """Most time that bulk bytes under way may take the link, as a bound on what urgent work waits for; 0: none."""
+    selective: Selective = dataclasses.field(default_factory=Selective)
+    profiled: Callable[[KVSpec, str, tuple[int, ...]], Profiled] = lambda spec, selector, lengths: Profiled()
+    """What is known about transfers of a model, a selector and prompt lengths."""
 
 
 class Book:
@@ -50,6 +57,14 @@ class Book:
         self.out: list[do.Instruction] = []
         """Instructions of the event that is being handled."""
 
+    def link(self, session: ev.SessionId) -> Link:
+        """The session's link, made when it is first needed."""
+        link = self.links.get(session)
+        if link is None:
+            settings = self.settings
+            link = self.links[session] = Link(settings.window, settings.chunk, settings.bulk_delay_s)
+        return link
+
     def end(self, part: Part, error: KvdError | None, *, tell_peer: bool = True) -> None:
         """End a part: with ``error``, or delivered. The other ranks of a failed transfer end too."""
         if part.ended:
@@ -65,12 +80,23 @@ class Book:
         self.counters[f"transfers_ended_{part.role.value}_{part.code}"] += 1
         if part.session is not None and error is not None and tell_peer:
             self._tell_end(part, before, error)
+        if isinstance(part, SourcePart) and before is State.WAITING and part.announced_on is not None:
+            retract = wire.Retract(request=part.request, rank=part.rank)
+            self.emit(do.SendMessage(part.announced_on, retract))
         if isinstance(part, SourcePart):
             if part.session in self.links:
                 self.links[part.session].remove(part.transfer)
             # A delivered part whose tokens are all handed out has nothing to cancel: confirmations are on the way.
-            if part.writes and (error is not None or part.path.pending_tokens):
+            unsent = part.queue is not None and part.queue.pending_tokens
+            if part.writes and (error is not None or unsent):
                 self.emit(do.CancelWrites(part.transfer))
+        elif isinstance(part, SinkPart):
+            if part.mode == "speculative":
+                self.emit(do.WantWindows(part.transfer, False))
+            if error is not None:
+                for number in part.fetches:
+                    self.emit(do.FetchEnded(part.transfer, number, error))
+                part.fetches.clear()
         fields = dict(error.fields) if error else {}
         self.emit(
             do.ReportEnd(part.transfer, part.code, error.message if error else "", fields, part, self.now - part.opened)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvd.errors import DeadlineExceeded, error_from_code
-from kvd.transfer import delivery, pairing, processes
+from kvd.transfer import delivery, on_demand, pairing, processes
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, Settings, shutting_down
@@ -118,7 +118,13 @@ def on_stop(book: Book, event: ev.StopRequested, now: float) -> None:
 _EVENTS: dict[type, Callable[[Book, Any, float], None]] = {
     ev.PartOpened: processes.on_part_opened,
     ev.LayerReady: processes.on_layer_ready,
+    ev.MetadataReady: processes.on_metadata_ready,
     ev.SourceFinished: processes.on_source_finished,
+    ev.IdleWindow: on_demand.on_idle_window,
+    ev.FetchRequested: on_demand.on_fetch_requested,
+    ev.FetchServed: on_demand.on_fetch_served,
+    ev.FetchArrived: on_demand.on_fetch_arrived,
+    ev.MetadataArrived: delivery.on_metadata_arrived,
     ev.ReleaseRequested: processes.on_release,
     ev.AbortRequested: processes.on_abort,
     ev.ClientLost: processes.on_client_lost,
@@ -135,10 +141,14 @@ _EVENTS: dict[type, Callable[[Book, Any, float], None]] = {
 _MESSAGES: dict[type, Callable[[Book, ev.MessageReceived, float], None]] = {
     wire.Open: pairing.on_open,
     wire.Announce: pairing.on_announce,
+    wire.Retract: pairing.on_retract,
     wire.Accepted: pairing.on_accepted,
     wire.Refused: pairing.on_refused,
     wire.Withdraw: pairing.on_withdraw,
     wire.Abort: pairing.on_peer_abort,
     wire.RejectHandle: pairing.on_reject,
     wire.Delivered: delivery.on_delivered,
+    wire.Fetch: on_demand.on_fetch,
+    wire.FetchFailed: on_demand.on_fetch_failed,
+    wire.Idle: on_demand.on_idle,
 }

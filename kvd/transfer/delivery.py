@@ -15,53 +15,78 @@ from kvd_client.spec import TokenRange
 REFUSED_GRACE_S = 1.0
 """How long a refused write waits for the control message that explains it: the two travel on different connections."""
 
+METADATA = "metadata"
+"""In the accounts, beside the names of the paths."""
+
 
 def work_added(book: Book, part: SourcePart) -> None:
-    if part.state is State.RUNNING and part.session is not None and part.path.pending_tokens:
-        link = book.links.setdefault(part.session, Link(book.settings.window))
-        link.add(part.transfer)
-        _fill(book, part.session, link)
+    """A source part may have something to send: give it its turn, and use what room the link has."""
+    if part.state is not State.RUNNING or part.session is None or part.queue is None:
+        return
+    path = Path.PROACTIVE if part.metadata_queue else part.queue.path
+    if path is not None:
+        link = book.link(part.session)
+        link.add(part.transfer, late=path is Path.SPECULATIVE)
+        fill(book, part.session, link)
 
 
-def _fill(book: Book, session: ev.SessionId, link: Link) -> None:
-    """Submit work until the window is full or nothing is left."""
+def fill(book: Book, session: ev.SessionId, link: Link) -> None:
+    """Submit work until the link's limit is reached or nothing is left."""
     while link.open:
         part = book.parts[link.next_turn()]
         assert isinstance(part, SourcePart)
-        taken = None if part.refused_until is not None else part.path.take(book.settings.chunk)
-        if taken is None:
+        assert part.queue is not None
+        path = part.queue.path
+        if part.refused_until is not None:
             link.remove(part.transfer)
-            continue
-        layer, ranges = taken
-        nbytes = sum(r.stop - r.start for r in ranges) * part.layout.token_bytes
-        write, book.next_write = book.next_write, book.next_write + 1
-        link.submitted(write, nbytes)
-        book.writes[write] = session
-        part.writes.add(write)
-        book.emit(do.WriteTokens(part.transfer, session, write, Lane.BULK, Path.PROACTIVE, layer, ranges, nbytes))
+        elif part.metadata_queue:
+            layer = part.metadata_queue.popleft()
+            nbytes = part.layout.metadata_stride
+            write = _submit(book, part, session, link, nbytes, METADATA)
+            book.emit(do.WriteMetadata(part.transfer, session, write, layer, nbytes))
+        elif path is None:
+            link.remove(part.transfer)
+        elif path is Path.SPECULATIVE and link.turns:
+            link.add(part.transfer, late=True)  # what it had to push is done
+        else:
+            for layer, ranges in part.queue.take(link.piece):
+                nbytes = sum(r.stop - r.start for r in ranges) * part.layout.token_bytes
+                write = _submit(book, part, session, link, nbytes, path.value)
+                book.emit(do.WriteTokens(part.transfer, session, write, Lane.BULK, path, layer, ranges, nbytes))
+
+
+def _submit(book: Book, part: SourcePart, session: ev.SessionId, link: Link, nbytes: int, path: str) -> int:
+    write, book.next_write = book.next_write, book.next_write + 1
+    link.submitted(write, nbytes, path, book.now)
+    book.writes[write] = session
+    part.writes.add(write)
+    return write
 
 
 def on_write_completed(book: Book, event: ev.WriteCompleted, now: float) -> None:
     session = book.writes.pop(event.write, None)
     link = book.links.get(session) if session is not None else None
-    nbytes = link.completed(event.write) if link is not None else 0
+    nbytes, path = link.completed(event.write, now) if link is not None else (0, "")
     part = book.parts.get(event.transfer)
     if isinstance(part, SourcePart):
         part.writes.discard(event.write)
         if event.error is None:
-            part.bytes_done += nbytes
+            part.paths[path] += nbytes
+            book.counters[f"bytes_sent_{path}"] += nbytes
+            if path != METADATA:
+                part.bytes_done += nbytes
         elif not part.ended and part.refused_until is None:
             part.refused_until = now + REFUSED_GRACE_S
             part.refusal = event.error.code
     if link is not None and session is not None:
-        _fill(book, session, link)
+        fill(book, session, link)
 
 
 def on_tokens_arrived(book: Book, event: ev.TokensArrived, now: float) -> None:
     arrived = event.arrived
-    part = book.parts.get(arrived.transfer)
-    if not isinstance(part, SinkPart) or part.ended or part.session != event.session:
-        return  # late news of a transfer that has ended
+    part = _receiving(book, arrived.transfer, event.session)
+    if part is None:
+        return
     for token_range in arrived.ranges:
         inside = 0 <= token_range.row < part.layout.rows and 0 <= arrived.layer < part.layout.layers
         if not inside or not 0 <= token_range.start <= token_range.stop <= part.lengths[token_range.row]:
@@ -71,12 +96,38 @@ def on_tokens_arrived(book: Book, event: ev.TokensArrived, now: float) -> None:
     part.missing -= tokens
     new_bytes = tokens * part.layout.token_bytes
     part.bytes_done += new_bytes
+    if arrived.path in _PATHS:
+        part.paths[arrived.path] += new_bytes
     book.emit(do.Publish(part.transfer, part.bytes_done, new_bytes))
-    if part.missing == 0 and part.state is State.RUNNING:
+    deliver_if_complete(book, part)
+
+
+def on_metadata_arrived(book: Book, event: ev.MetadataArrived, now: float) -> None:
+    part = _receiving(book, event.arrived.transfer, event.session)
+    if part is None:
+        return
+    if event.arrived.layer not in part.missing_metadata:
+        book.emit(do.CloseSession(event.session, f"metadata arrived that was not missing: {event.arrived}"))
+        return
+    part.missing_metadata.discard(event.arrived.layer)
+    part.paths[METADATA] += part.layout.metadata_stride
+    book.emit(do.Publish(part.transfer, part.bytes_done, 0))
+    deliver_if_complete(book, part)
+
+
+def _receiving(book: Book, transfer: int, session: ev.SessionId) -> SinkPart | None:
+    """The sink part that news of an arrival concern; None for late news of a transfer that has ended."""
+    part = book.parts.get(transfer)
+    return part if isinstance(part, SinkPart) and not part.ended and part.session == session else None
+
+
+def deliver_if_complete(book: Book, part: SinkPart) -> None:
+    if part.complete and part.state is State.RUNNING:
         deliver(book, part)
 
 
 def deliver(book: Book, part: SinkPart) -> None:
+    """The sink needs nothing more of its source."""
     assert part.session is not None
     assert part.peer_transfer is not None
     book.emit(do.SendMessage(part.session, wire.Delivered(transfer=part.peer_transfer)))
@@ -84,6 +135,7 @@ def deliver(book: Book, part: SinkPart) -> None:
 
 
 def cover(part: SinkPart, layer: int, token_range: TokenRange) -> int:
+    """Note tokens as arrived; how many were not."""
     intervals = part.arrived.setdefault((layer, token_range.row), IntervalSet())
     return sum(stop - start for start, stop in intervals.add(token_range.start, token_range.stop))
 
@@ -92,3 +144,6 @@ def on_delivered(book: Book, event: ev.MessageReceived, now: float) -> None:
     part = book.named_by(event, SourcePart)
     if part is not None and not part.ended:
         book.end(part, None, tell_peer=False)
+
+
+_PATHS = frozenset(path.value for path in Path)

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import structlog
 
-from kvd.errors import FabricError, KvdError, PeerLost
+from kvd.errors import FabricError, KvdError, NotFound, PeerLost
 from kvd.fabric.base import Endpoint, Fabric, Grant, Operation
 from kvd.mask import init_masks, mark, mask_view
 from kvd.memory.leases import Lease
@@ -24,11 +25,14 @@ from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import TransferCore
 from kvd.transfer.handle import make_handle
-from kvd.types import Lane, NodeId, Role, TransferId
-from kvd.wire.messages import Arrived, PeerMessage
-from kvd_client.spec import KVSpec, PartLayout, TokenRange
+from kvd.transfer.serving import fill_fetch, serve_fetch
+from kvd.types import Descriptors, Lane, NodeId, Role, TransferId
+from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage
+from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, KVSpec, PartLayout, TokenRange
 
 log = structlog.get_logger("kvd.transfer")
+
+_NOTIFICATION = msgspec.msgpack.Decoder(Notification)
 
 TICK_S = 0.1
 """How exactly deadlines are kept."""
@@ -48,6 +52,11 @@ class Session(Protocol):
         """The fabric that ``endpoint`` belongs to."""
         ...
 
+    @property
+    def error(self) -> KvdError | None:
+        """Why it has ended; None while it lives."""
+        ...
+
     def send(self, message: PeerMessage) -> None: ...
 
     def close(self, error: KvdError) -> None: ...
@@ -65,6 +74,12 @@ class Process(Protocol):
     def freed(self, transfer: TransferId) -> None:
         """The part is forgotten: the process has released it, or is gone."""
 
+    def fetched(self, transfer: TransferId, fetch: int, error: KvdError | None) -> None:
+        """A fetch has ended; without an error its entries are in place."""
+
+    def want_windows(self, transfer: TransferId, wanted: bool) -> None:
+        """Whether idle windows of this part's decode are of use."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Record:
@@ -72,6 +87,7 @@ class _Record:
 
     process: Process
     layout: PartLayout
+    lengths: tuple[int, ...]
     lease: Lease
     grant: tuple[Fabric, Grant] | None = None
     sink: do.BindSink | None = None
@@ -118,6 +134,11 @@ class Engine:
             do.SendOpen: self._do_send_open,
             do.BindSink: self._do_bind_sink,
             do.WriteTokens: self._do_write_tokens,
+            do.WriteMetadata: self._do_write_metadata,
+            do.ServeFetch: self._do_serve_fetch,
+            do.FillFetch: self._do_fill_fetch,
+            do.FetchEnded: self._do_fetch_ended,
+            do.WantWindows: self._do_want_windows,
             do.CancelWrites: self._do_cancel_writes,
             do.Publish: self._do_publish,
             do.ReportEnd: self._do_report_end,
@@ -144,6 +165,9 @@ class Engine:
         handle: str = "",
         held: Iterable[TokenRange] = (),
         deadline_s: float,
+        mode: str = "",
+        selector: str = "",
+        prefill_s: float = 0.0,
         still_there: Callable[[], bool],
         opened: Callable[[TransferId, int], None],
     ) -> tuple[TransferId, str, Lease]:
@@ -170,6 +194,9 @@ class Engine:
             peer=peer,
             held=tuple(held),
             deadline_s=deadline_s,
+            mode=mode,
+            selector=selector,
+            prefill_s=prefill_s,
         )
         self.core.check_open(event)
         lease = await self._pool.lease_soon(layout.nbytes, client)
@@ -178,11 +205,14 @@ class Engine:
             if not still_there():
                 raise PeerLost("the process went away while memory was being made for it")
             init_masks(lease.memory, layout, event.lengths)
+            if layout.metadata:
+                start = layout.metadata_mask_offset
+                lease.memory[start : start + layout.layers] = bytes([MASK_REMOTE]) * layout.layers
             opened(transfer, lease.generation)
         except BaseException:
             lease.release()
             raise
-        self._records[transfer] = _Record(process, layout, lease)
+        self._records[transfer] = _Record(process, layout, event.lengths, lease)
         self._idle.clear()
         self.submit(event)
         return transfer, event.handle, lease
@@ -211,16 +241,27 @@ class Engine:
     # --- from the peers -------------------------------------------------------------------------------------------
 
     def session_message(self, session: Session, message: PeerMessage) -> None:
+        if session.error is not None:
+            return  # it has been reported as lost, or will be
         self.submit(ev.MessageReceived(self._session_id(session), session.node, message))
 
     def fabric_message(self, session: Session, lane: Lane, message: bytes) -> None:
         """A write's notification; anything else ends the session."""
+        if session.error is not None:
+            return
         try:
-            arrived = msgspec.msgpack.decode(message, type=Arrived)
+            arrived = _NOTIFICATION.decode(message)
         except msgspec.DecodeError as error:
             session.close(FabricError(f"node {session.node!r} sent a notification that can't be read: {error}"))
             return
-        self.submit(ev.TokensArrived(self._session_id(session), arrived))
+        number = self._session_id(session)
+        match arrived:
+            case Arrived():
+                self.submit(ev.TokensArrived(number, arrived))
+            case MetadataArrived():
+                self.submit(ev.MetadataArrived(number, arrived))
+            case _:
+                self.submit(ev.FetchArrived(number, arrived))
 
     def session_lost(self, session: Session, error: KvdError) -> None:
         number = self._session_ids.pop(session, None)
@@ -243,6 +284,8 @@ class Engine:
         async def connect() -> None:
             try:
                 session = await self._connect(instruction.node)
+                if session.error is not None:
+                    raise session.error  # it ended before this task got its turn
             except KvdError as error:
                 self.submit(ev.ConnectFailed(instruction.transfer, error))
             else:
@@ -271,24 +314,49 @@ class Engine:
 
     def _do_write_tokens(self, instruction: do.WriteTokens) -> None:
         record = self._records.get(instruction.transfer)
-        session = self._sessions.get(instruction.session)
-        if record is None or session is None or record.sink is None:
-            gone = FabricError("the session or the transfer of a write has ended")
-            self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, gone))
+        if record is None or record.sink is None:
+            self._write_failed(instruction, "transfer")
             return
         layer, ranges, lease, sink = instruction.layer, instruction.ranges, record.lease, record.sink
         # The sink's mask bytes are copied from the source's own: the fabric then needs no memory but the lease.
         mark(mask_view(lease.memory, record.layout, layer), ranges)
         plan = plan_tokens(record.layout, sink.layout, layer, ranges, source_offset=lease.offset)
-        notify = msgspec.msgpack.encode(Arrived(sink.sink, layer, list(ranges)))
+        notify = Arrived(sink.sink, layer, list(ranges), instruction.path.value)
+        self._write(instruction, record, instruction.lane, plan.data, plan.masks, notify)
+
+    def _do_write_metadata(self, instruction: do.WriteMetadata) -> None:
+        record = self._records.get(instruction.transfer)
+        if record is None or record.sink is None:
+            self._write_failed(instruction, "transfer")
+            return
+        layer, mine, theirs = instruction.layer, record.layout, record.sink.layout
+        flag = mine.metadata_mask_offset + layer
+        record.lease.memory[flag] = MASK_LOCAL
+        start, length = layer * mine.metadata_stride, mine.metadata_stride
+        base = record.lease.offset
+        arrays = [[base + mine.metadata_offset + start, theirs.metadata_offset + start, length]]
+        masks = [[base + flag, theirs.metadata_mask_offset + layer, 1]]
+        notify = MetadataArrived(record.sink.sink, layer)
+        self._write(instruction, record, Lane.BULK, np.array(arrays), np.array(masks), notify)
+
+    def _write(
+        self,
+        instruction: do.WriteTokens | do.WriteMetadata,
+        record: _Record,
+        lane: Lane,
+        data: Descriptors,
+        masks: Descriptors,
+        notify: Arrived | MetadataArrived,
+    ) -> None:
+        session = self._sessions.get(instruction.session)
+        if session is None or record.sink is None:
+            self._write_failed(instruction, "session")
+            return
+        lease = record.lease
+        region = lease.region(session.fabric.name)
         try:
             operation = session.endpoint.write(
-                instruction.lane,
-                lease.region(session.fabric.name),
-                sink.grant,
-                plan.data,
-                then=plan.masks,
-                notify=notify,
+                lane, region, record.sink.grant, data, then=masks, notify=msgspec.msgpack.encode(notify)
             )
         except KvdError as error:
             self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, error))
@@ -299,15 +367,67 @@ class Engine:
         def done(future: asyncio.Future[None]) -> None:
             record.operations.discard(operation)
             lease.unhold()
-            error = future.exception()
+            error = _as_kvd_error(future.exception())
             if error is None:
                 self.bytes_sent += instruction.nbytes
-            elif not isinstance(error, KvdError):
-                log.error("write failed in an unforeseen way", exc_info=error)
-                error = FabricError(f"a write failed in an unforeseen way: {error!r}")
             self.submit(ev.WriteCompleted(instruction.transfer, instruction.write, error))
 
         operation.done.add_done_callback(done)
+
+    def _write_failed(self, instruction: do.WriteTokens | do.WriteMetadata, what: str) -> None:
+        gone = FabricError(f"the {what} of a write has ended")
+        self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, gone))
+
+    def _do_serve_fetch(self, instruction: do.ServeFetch) -> None:
+        record = self._records.get(instruction.transfer)
+        session = self._sessions.get(instruction.session)
+        message = instruction.message
+
+        async def serve() -> None:
+            nbytes = 0
+            failed: KvdError | None = None
+            if record is None or session is None or record.sink is None:
+                failed = NotFound("the source has no such transfer any more", transfer=instruction.transfer)
+            else:
+                try:
+                    with record.lease.holding():
+                        nbytes = await serve_fetch(
+                            self._pool,
+                            session,
+                            message,
+                            layout=record.layout,
+                            lengths=record.lengths,
+                            lease=record.lease,
+                            token=record.sink.grant,
+                            sink=instruction.sink,
+                        )
+                    self.bytes_sent += nbytes
+                except Exception as error:
+                    failed = _as_kvd_error(error)
+            self.submit(
+                ev.FetchServed(
+                    instruction.transfer, instruction.session, message.fetch, instruction.sink, nbytes, failed
+                )
+            )
+
+        self._start(serve())
+
+    def _do_fill_fetch(self, instruction: do.FillFetch) -> None:
+        record, request = self._records[instruction.transfer], instruction.request
+        error = None
+        try:
+            fill_fetch(request, layout=record.layout, lengths=record.lengths, lease=record.lease)
+        except Exception as wrong:
+            error = _as_kvd_error(wrong)
+        record.process.fetched(instruction.transfer, request.fetch, error)
+
+    def _do_fetch_ended(self, instruction: do.FetchEnded) -> None:
+        record = self._records.get(instruction.transfer)
+        if record is not None:
+            record.process.fetched(instruction.transfer, instruction.fetch, instruction.error)
+
+    def _do_want_windows(self, instruction: do.WantWindows) -> None:
+        self._records[instruction.transfer].process.want_windows(instruction.transfer, instruction.wanted)
 
     def _do_cancel_writes(self, instruction: do.CancelWrites) -> None:
         for operation in list(self._records[instruction.transfer].operations):
@@ -372,3 +492,11 @@ class Engine:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _as_kvd_error(error: BaseException | None) -> KvdError | None:
+    """What a fabric's operation ended with; anything that is not ours is a fault of kvd, and logged as one."""
+    if error is None or isinstance(error, KvdError):
+        return error
+    log.error("an operation failed in an unforeseen way", exc_info=error)
+    return FabricError(f"an operation failed in an unforeseen way: {error!r}")

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from kvd.errors import KvdError
 from kvd.types import NodeId, Role, TransferId
+from kvd.wire import messages as wire
 from kvd.wire.messages import Arrived, PeerMessage
 from kvd_client.spec import KVSpec, PartLayout, TokenRange
 
@@ -33,6 +34,9 @@ class PartOpened:
     peer: NodeId
     """Source: the sink to announce to, or empty. Sink: the source to open, or empty to wait for an announcement."""
     held: tuple[TokenRange, ...] = ()
+    mode: str = ""
+    selector: str = ""
+    prefill_s: float = 0.0
     deadline_s: float
     """Seconds from now until the transfer must be delivered."""
 
@@ -46,6 +50,50 @@ class LayerReady:
     row: int | None
     start: int
     stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetadataReady:
+    """The source's process has put a layer's metadata arrays in place."""
+
+    transfer: TransferId
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IdleWindow:
+    """A decode attention layer begins in the sink's process: the network is free for a while."""
+
+    transfer: TransferId
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchRequested:
+    """The sink's process wants entries now; answered by one ``FetchEnded`` instruction with the same number."""
+
+    transfer: TransferId
+    fetch: int
+    layer: int
+    counts: bytes
+    """int32: entries of each (row, head)."""
+    index: bytes
+    """int32: token positions, row after row."""
+    offset: int
+    """Where the first row goes, in the lease."""
+    stride: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchServed:
+    """A ``ServeFetch`` instruction ended: the entries are placed at the sink, or not."""
+
+    transfer: TransferId
+    session: SessionId
+    fetch: int
+    sink: TransferId
+    nbytes: int
+    error: KvdError | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,8 +168,24 @@ class TokensArrived:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MetadataArrived:
+    """A layer's metadata is in place, its mask byte included."""
+
+    session: SessionId
+    arrived: wire.MetadataArrived
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchArrived:
+    """The entries of a fetch are in place."""
+
+    session: SessionId
+    arrived: wire.FetchArrived
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WriteCompleted:
-    """A ``WriteTokens`` instruction ended: placed at the sink, or failed."""
+    """A ``WriteTokens`` or ``WriteMetadata`` instruction ended: placed at the sink, or failed."""
 
     transfer: TransferId
     write: int
@@ -148,6 +212,10 @@ class StopRequested:
 Event: TypeAlias = (
     PartOpened
     | LayerReady
+    | MetadataReady
+    | IdleWindow
+    | FetchRequested
+    | FetchServed
     | SourceFinished
     | ReleaseRequested
     | AbortRequested
@@ -157,6 +225,8 @@ Event: TypeAlias = (
     | SessionLost
     | MessageReceived
     | TokensArrived
+    | MetadataArrived
+    | FetchArrived
     | WriteCompleted
     | Tick
     | DrainRequested

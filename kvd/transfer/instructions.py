@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
-from kvd.transfer.events import SessionId
+from kvd.errors import KvdError
+from kvd.transfer.events import FetchRequested, SessionId
 from kvd.transfer.part import Part
 from kvd.types import Lane, NodeId, Path, TransferId
-from kvd.wire.messages import Open, PeerMessage
+from kvd.wire.messages import Fetch, Open, PeerMessage
 from kvd_client.spec import PartLayout, TokenRange
 
 
@@ -65,6 +66,54 @@ class WriteTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class WriteMetadata:
+    """Write a layer's metadata arrays into the sink's memory, then their mask byte, then tell the sink's daemon.
+
+    Answered by exactly one ``WriteCompleted``."""
+
+    transfer: TransferId
+    session: SessionId
+    write: int
+    layer: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServeFetch:
+    """Gather entries of a layer and write them into the sink's landing slot. Answered by one ``FetchServed``."""
+
+    transfer: TransferId
+    session: SessionId
+    sink: TransferId
+    message: Fetch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FillFetch:
+    """Sink: everything has arrived meanwhile; take a fetch's entries from the part's own memory, and report its end."""
+
+    transfer: TransferId
+    request: FetchRequested
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """Answer the process's fetch."""
+
+    transfer: TransferId
+    fetch: int
+    error: KvdError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WantWindows:
+    """Sink: whether the source has something to send in idle windows, so that the process need ring them."""
+
+    transfer: TransferId
+    wanted: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CancelWrites:
     """Drop the part's writes that have not been started; each still gets its ``WriteCompleted``."""
 
@@ -116,6 +165,11 @@ Instruction: TypeAlias = (
     | SendOpen
     | BindSink
     | WriteTokens
+    | WriteMetadata
+    | ServeFetch
+    | FillFetch
+    | FetchEnded
+    | WantWindows
     | CancelWrites
     | Publish
     | ReportEnd

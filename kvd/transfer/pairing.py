@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from kvd.errors import Aborted, Busy, KvdError, error_from_code
+import dataclasses
+
+from kvd.errors import Aborted, Busy, InvalidArgument, KvdError, error_from_code
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, shutting_down
-from kvd.transfer.delivery import deliver, work_added
+from kvd.transfer.delivery import deliver_if_complete, work_added
 from kvd.transfer.matching import MISFITS, unknown_handle, why_not
+from kvd.transfer.on_demand import fill_fetches, send_fetch
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
+from kvd.transfer.policy import choose_policy
+from kvd.transfer.queue import Policy, SendQueue
 from kvd.transfer.rendezvous import WaitingOpen
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
@@ -34,6 +39,8 @@ def on_connect_failed(book: Book, event: ev.ConnectFailed, now: float) -> None:
 def on_session_lost(book: Book, event: ev.SessionLost, now: float) -> None:
     book.links.pop(event.session, None)
     for part in [p for p in book.parts.values() if p.session == event.session]:
+        if isinstance(part, SinkPart) and part.ended and part.code == "OK":
+            fill_fetches(book, part)
         book.end(part, event.error, tell_peer=False)
     book.rendezvous.session_lost(event.session)
     for part in book.parts.values():
@@ -70,13 +77,39 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
     if error is not None:
         refuse(book, session, message.sink, error)
         return
+    try:
+        policy = _policy(book, part, session, message)
+    except InvalidArgument as mistake:
+        refuse(book, session, message.sink, mistake)
+        return
     part.state = State.RUNNING
     part.session, part.peer, part.peer_transfer = session, node, message.sink
     part.deadline = min(part.deadline, now + message.deadline_s)
-    part.path.hold(tuple(message.held))
+    part.mode = policy.mode
+    part.paths["budget_tokens"] = policy.budget_tokens
+    part.queue = SendQueue(part.layout, part.lengths, policy, held=tuple(message.held), windows=part.spec.windows)
+    part.queue.add(part.ready.all())
+    if part.finished:
+        part.queue.finish()
+    part.metadata_queue.extend(sorted(part.metadata_ready))
     book.emit(do.BindSink(part.transfer, session, message.sink, message.layout, message.grant))
-    book.emit(do.SendMessage(session, wire.Accepted(transfer=message.sink, source=part.transfer)))
+    book.emit(do.SendMessage(session, wire.Accepted(transfer=message.sink, source=part.transfer, mode=policy.mode)))
     work_added(book, part)
+
+
+def _policy(book: Book, part: SourcePart, session: ev.SessionId, message: wire.Open) -> Policy:
+    """How a part that is about to be paired is sent; raises :class:`InvalidArgument` for an unknown mode."""
+    settings = book.settings
+    known = settings.profiled(part.spec, message.selector or part.selector, part.lengths)
+    rate = book.link(session).rate
+    if rate:
+        # What the link really carries today says more than what it carried when the profile was made.
+        metadata_s = part.layout.metadata_stride * part.layout.layers / rate
+        known = dataclasses.replace(known, transfer_s=part.bytes_total / rate + metadata_s, metadata_s=metadata_s)
+    if part.prefill_s:
+        known = dataclasses.replace(known, prefill_s=part.prefill_s)
+    mode = message.mode or part.mode or settings.selective.mode
+    return choose_policy(mode, settings.selective, known, layers=part.layout.layers, lengths=part.lengths)
 
 
 def refuse(book: Book, session: ev.SessionId, sink: TransferId, error: KvdError) -> None:
@@ -124,13 +157,19 @@ def on_announce(book: Book, event: ev.MessageReceived, now: float) -> None:
         book.rendezvous.announce(message.request, message.rank, event.session, event.node)
 
 
+def on_retract(book: Book, event: ev.MessageReceived, now: float) -> None:
+    message: wire.Retract = event.message  # type: ignore[assignment]
+    book.rendezvous.retract(message.request, message.rank, event.session)
+
+
 def send_open(book: Book, part: SinkPart, session: ev.SessionId, node: NodeId, now: float) -> None:
     part.state = State.OPENING
     part.session, part.peer = session, node
     message = wire.Open(
         sink=part.transfer, request=part.request, handle=part.handle, rank=part.rank, ranks=part.ranks,
         head_start=part.head_start, spec=part.spec, layout=part.layout, lengths=list(part.lengths),
-        held=list(part.held), grant=b"", deadline_s=max(0.0, part.deadline - now),
+        held=list(part.held), grant=b"", mode=part.mode, selector=part.selector,
+        deadline_s=max(0.0, part.deadline - now),
     )  # fmt: skip
     book.emit(do.SendOpen(part.transfer, session, message))
 
@@ -142,8 +181,12 @@ def on_accepted(book: Book, event: ev.MessageReceived, now: float) -> None:
     message: wire.Accepted = event.message  # type: ignore[assignment]
     part.state = State.RUNNING
     part.peer_transfer = message.source
-    if part.missing == 0:
-        deliver(book, part)
+    part.mode = message.mode
+    if part.mode == "speculative":
+        book.emit(do.WantWindows(part.transfer, True))
+    for request in part.fetches.values():
+        send_fetch(book, part, request)
+    deliver_if_complete(book, part)
 
 
 def on_refused(book: Book, event: ev.MessageReceived, now: float) -> None:

@@ -20,12 +20,13 @@ An ended part keeps its memory until its process releases it or is lost; then it
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 
 from kvd.mask import IntervalSet
-from kvd.transfer.events import ClientId, SessionId
-from kvd.transfer.proactive import ProactivePath
+from kvd.transfer.events import ClientId, FetchRequested, SessionId
+from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.types import NodeId, Role, TransferId
 from kvd_client.spec import KVSpec, PartLayout, TokenRange
 
@@ -68,6 +69,11 @@ class Part:
     """How it ended: ``OK`` or an error's code."""
     bytes_total: int = 0
     bytes_done: int = 0
+    mode: str = ""
+    """Source: what its process asked for, and from the pairing on what holds. Sink: likewise, told by the source."""
+    selector: str = ""
+    paths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Bytes by path, metadata included; fetches; windows."""
 
     @property
     def ended(self) -> bool:
@@ -78,7 +84,15 @@ class Part:
 class SourcePart(Part):
     """The end that has the KV cache."""
 
-    path: ProactivePath
+    ready: ReadyTokens
+    queue: SendQueue | None = None
+    """Exists once the part is paired."""
+    metadata_ready: set[int] = dataclasses.field(default_factory=set)
+    """Layers whose metadata is complete."""
+    metadata_queue: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    """Those to be sent yet."""
+    prefill_s: float = 0.0
+    """T_p as the process says; 0: unknown."""
     announced_on: SessionId | None = None
     """Where the sink's node was told of this part."""
     finished: bool = False
@@ -101,3 +115,12 @@ class SinkPart(Part):
     """Tokens in place (or held from the start), by (layer, row)."""
     missing: int = 0
     """Tokens, summed over layers, that are neither held nor arrived."""
+    missing_metadata: set[int] = dataclasses.field(default_factory=set)
+    """Layers whose metadata has not arrived."""
+    fetches: dict[int, FetchRequested] = dataclasses.field(default_factory=dict)
+    """Fetches under way, by number."""
+
+    @property
+    def complete(self) -> bool:
+        """Everything is in place."""
+        return self.missing == 0 and not self.missing_metadata

@@ -44,9 +44,7 @@ class Profiled:
     metadata_s: float = 0.0
 
 
-def choose_policy(
-    mode: str, settings: Selective, known: Profiled, *, layers: int, lengths: tuple[int, ...]
-) -> Policy:
+def choose_policy(mode: str, settings: Selective, known: Profiled, *, layers: int, lengths: tuple[int, ...]) -> Policy:
     """The policy of a transfer that is about to begin; raises :class:`InvalidArgument` for an unknown mode.
 
     Without a profile the order is that of addresses. ``fixed`` without both times falls back to ``deadline``, which

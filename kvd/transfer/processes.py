@@ -10,9 +10,10 @@ from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, shutting_down
 from kvd.transfer.delivery import cover, deliver, work_added
 from kvd.transfer.matching import check_held
+from kvd.transfer.on_demand import end_fetches, released
 from kvd.transfer.pairing import pair, send_open
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
-from kvd.transfer.proactive import ProactivePath
+from kvd.transfer.queue import ReadyTokens
 from kvd.types import Role, TransferId
 
 
@@ -36,7 +37,9 @@ def check_finish(book: Book, transfer: TransferId) -> None:
     part = book.parts.get(transfer)
     if not isinstance(part, SourcePart):
         raise NotFound(f"transfer {transfer} is not open here as a source", transfer=transfer)
-    gap = None if part.ended else part.path.first_unready()
+    if part.ended:
+        return
+    gap = part.ready.first_unready()
     if gap is not None:
         layer, row, token = gap
         raise InvalidArgument(
@@ -47,6 +50,14 @@ def check_finish(book: Book, transfer: TransferId) -> None:
             row=row,
             token=token,
         )
+    if part.layout.metadata and len(part.metadata_ready) < part.layout.layers:
+        layer = min(set(range(part.layout.layers)) - part.metadata_ready)
+        raise InvalidArgument(
+            f"request {part.request!r} can't finish: the metadata of layer {layer} has never been announced; call "
+            "metadata_ready for all layers first",
+            request=part.request,
+            layer=layer,
+        )
 
 
 def on_part_opened(book: Book, event: ev.PartOpened, now: float) -> None:
@@ -55,12 +66,12 @@ def on_part_opened(book: Book, event: ev.PartOpened, now: float) -> None:
         "transfer": event.transfer, "role": event.role, "client": event.client, "request": event.request,
         "rank": event.rank, "ranks": event.ranks, "head_start": event.head_start, "spec": event.spec,
         "layout": event.layout, "lengths": event.lengths, "handle": event.handle, "peer": event.peer,
-        "opened": now, "deadline": now + event.deadline_s,
+        "opened": now, "deadline": now + event.deadline_s, "mode": event.mode, "selector": event.selector,
     }  # fmt: skip
     part: Part
     if event.role is Role.SOURCE:
-        path = ProactivePath(event.layout, event.lengths)
-        part = SourcePart(path=path, rendezvous_until=None, **common)
+        ready = ReadyTokens(event.layout, event.lengths)
+        part = SourcePart(ready=ready, prefill_s=event.prefill_s, rendezvous_until=None, **common)
         part.bytes_total = tokens * event.layout.token_bytes
         book.by_handle[event.handle] = event.transfer
     else:
@@ -68,6 +79,7 @@ def on_part_opened(book: Book, event: ev.PartOpened, now: float) -> None:
             held=event.held,
             announced=not event.peer,
             rendezvous_until=now + book.settings.rendezvous_s,
+            missing_metadata=set(range(event.layout.layers)) if event.layout.metadata else set(),
             **common,
         )
         held = 0
@@ -98,17 +110,36 @@ def on_layer_ready(book: Book, event: ev.LayerReady, now: float) -> None:
     if not isinstance(part, SourcePart) or part.ended:
         return  # rung before the process could know of the end
     try:
-        part.path.ready(event.layer, event.row, event.start, event.stop)
+        new = part.ready.add(event.layer, event.row, event.start, event.stop)
     except InvalidArgument as error:
         book.end(part, error)
         return
-    work_added(book, part)
+    if part.queue is not None:
+        part.queue.add(new)
+        work_added(book, part)
+
+
+def on_metadata_ready(book: Book, event: ev.MetadataReady, now: float) -> None:
+    part = book.parts.get(event.transfer)
+    if not isinstance(part, SourcePart) or part.ended:
+        return
+    if not part.layout.metadata or not 0 <= event.layer < part.layout.layers:
+        message = f"metadata_ready names layer {event.layer}, which has no metadata in request {part.request!r}"
+        book.end(part, InvalidArgument(message, layer=event.layer))
+    elif event.layer not in part.metadata_ready:
+        part.metadata_ready.add(event.layer)
+        if part.queue is not None:
+            part.metadata_queue.append(event.layer)
+            work_added(book, part)
 
 
 def on_source_finished(book: Book, event: ev.SourceFinished, now: float) -> None:
     part = book.parts.get(event.transfer)
     if isinstance(part, SourcePart) and not part.finished:
         part.finished = True
+        if part.queue is not None:
+            part.queue.finish()
+            work_added(book, part)
         if part.state is State.WAITING:
             part.rendezvous_until = now + book.settings.rendezvous_s
 
@@ -124,6 +155,8 @@ def on_release(book: Book, event: ev.ReleaseRequested, now: float) -> None:
         else:
             message = f"the {part.role.value} released request {part.request!r} before it was delivered"
             book.end(part, Aborted(message, request=part.request))
+    if isinstance(part, SinkPart):
+        end_fetches(book, part, released(part))
     book.forget(part)
 
 
@@ -144,4 +177,6 @@ def on_client_lost(book: Book, event: ev.ClientLost, now: float) -> None:
                 role=part.role.value,
             ),
         )
+        if isinstance(part, SinkPart):
+            end_fetches(book, part, released(part))
         book.forget(part)

@@ -72,6 +72,11 @@ class Rendezvous:
         self._announced[request, rank] = (session, node)
         self._announced_on.setdefault(session, mine)[request, rank] = None
 
+    def retract(self, request: str, rank: int, session: SessionId) -> None:
+        """The session's peer has no such source any more; another one's announcement stays."""
+        if self._announced.get((request, rank), (None, ""))[0] == session:
+            self.take_announced(request, rank)
+
     def take_announced(self, request: str, rank: int) -> tuple[SessionId, NodeId] | None:
         found = self._announced.pop((request, rank), None)
         if found is not None:

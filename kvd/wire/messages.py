@@ -29,6 +29,13 @@ class Announce(WireMessage, tag="announce"):
     rank: int
 
 
+class Retract(WireMessage, tag="retract"):
+    """Source to sink node: what I announced for this request is not here any more."""
+
+    request: str
+    rank: int
+
+
 class Open(WireMessage, tag="open"):
     """Sink to source: send me this rank of a transfer, into the memory behind ``grant``."""
 
@@ -106,6 +113,8 @@ class Fetch(WireMessage, tag="fetch"):
     them, or :class:`FetchFailed`."""
 
     transfer: int
+    sink: int
+    """The sender's part."""
     fetch: int
     layer: int
     counts: bytes
@@ -147,6 +156,7 @@ class Pong(WireMessage, tag="pong"):
 
 PeerMessage = (
     Announce
+    | Retract
     | Open
     | Accepted
     | Refused

@@ -208,7 +208,9 @@ class Node:
             raise Violation(f"{name}: a write of part {record.transfer} goes to the wrong session", record.request)
         if instruction.write in self.writes:
             raise Violation(f"{name}: write number {instruction.write} is used twice", record.request)
-        if end.in_flight >= self.settings.window:
+        # A turn may concern several layers, a write each; the window must have been open when the turn began.
+        turn = max(self.settings.chunk, layout.token_bytes)
+        if end.in_flight + instruction.nbytes >= self.settings.window + turn:
             raise Violation(f"{name}: {end.in_flight} bytes in flight, and another write", record.request)
         tokens = 0
         for r in instruction.ranges:

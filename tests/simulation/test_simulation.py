@@ -13,7 +13,7 @@ from kvd.transfer import core, delivery, pairing
 from kvd.transfer import events as ev
 from kvd.transfer.book import Book
 from kvd.transfer.part import Part, SinkPart, State
-from kvd.transfer.proactive import ProactivePath
+from kvd.transfer.queue import SendQueue
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
 from kvd.wire import messages as wire
@@ -122,7 +122,11 @@ def sends_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def sends_what_is_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ProactivePath, "hold", lambda self, ranges: None)
+    def init(self: SendQueue, *arguments: object, **options: object) -> None:
+        properly(self, *arguments, **{**options, "held": ()})  # type: ignore[arg-type]
+
+    properly = SendQueue.__init__
+    patch.setattr(SendQueue, "__init__", init)
 
 
 def reports_the_end_twice(patch: pytest.MonkeyPatch) -> None:
@@ -147,7 +151,7 @@ def window_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def window_leaks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Link, "completed", lambda self, write: self.writes.pop(write, 0))
+    patch.setattr(Link, "completed", lambda self, write, now: self.writes.pop(write, (0, "")))
 
 
 def delivered_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -32,29 +32,29 @@ def test_the_window_closes_when_full_and_opens_when_something_ends() -> None:
     assert not link.open
     link.add(1)
     assert link.open
-    link.submitted(10, 99)
+    link.submitted(10, 99, "proactive", 0.0)
     assert link.open
-    link.submitted(11, 40)
+    link.submitted(11, 40, "proactive", 0.0)
     assert (link.in_flight, link.open) == (139, False)
-    assert link.completed(11) == 40
+    assert link.completed(11, 1.0)[0] == 40
     assert link.open
-    assert link.completed(10) == 99
+    assert link.completed(10, 1.0)[0] == 99
     assert link.in_flight == 0
 
 
 def test_a_write_ends_once() -> None:
     link = Link(window=100)
-    link.submitted(10, 60)
-    assert link.completed(10) == 60
-    assert link.completed(10) == 0
-    assert link.completed(11) == 0
+    link.submitted(10, 60, "proactive", 0.0)
+    assert link.completed(10, 1.0)[0] == 60
+    assert link.completed(10, 1.0)[0] == 0
+    assert link.completed(11, 1.0)[0] == 0
     assert link.in_flight == 0
 
 
 def test_a_single_chunk_may_exceed_the_window() -> None:
     link = Link(window=100)
     link.add(1)
-    link.submitted(10, 1000)
+    link.submitted(10, 1000, "proactive", 0.0)
     assert not link.open
-    link.completed(10)
+    link.completed(10, 1.0)
     assert link.open

@@ -1,0 +1,169 @@
+"""The on-demand path (SmartGen, section 4.2) and the idle windows of the speculative one (section 4.3).
+
+A fetch goes from the sink's process over both daemons to the source's memory, and its entries come back into the
+process's landing slot on the urgent lane. While a source serves fetches, nothing speculative starts on that link.
+"""
+
+from __future__ import annotations
+
+from kvd.errors import Busy, InvalidArgument, KvdError, LeaseExpired, NotFound, error_from_code
+from kvd.transfer import events as ev
+from kvd.transfer import instructions as do
+from kvd.transfer.book import Book
+from kvd.transfer.delivery import fill, work_added
+from kvd.transfer.part import SinkPart, SourcePart, State
+from kvd.types import Path
+from kvd.wire import messages as wire
+
+MAX_SERVED = 1024
+"""Fetches that one session may have in service here."""
+
+
+# --- at the sink -----------------------------------------------------------------------------------------------------
+
+
+def on_fetch_requested(book: Book, event: ev.FetchRequested, now: float) -> None:
+    part = book.parts.get(event.transfer)
+    if not isinstance(part, SinkPart):
+        error: KvdError = NotFound(f"transfer {event.transfer} is not open here as a sink", transfer=event.transfer)
+        book.emit(do.FetchEnded(event.transfer, event.fetch, error))
+    elif part.ended and part.code == "OK":
+        book.emit(do.FillFetch(part.transfer, event))
+    elif part.ended:
+        book.emit(do.FetchEnded(part.transfer, event.fetch, ended(part)))
+    else:
+        part.fetches[event.fetch] = event
+        part.paths["fetches"] += 1
+        if part.state is State.RUNNING:
+            send_fetch(book, part, event)  # else when the source has accepted
+
+
+def send_fetch(book: Book, part: SinkPart, request: ev.FetchRequested) -> None:
+    assert part.session is not None
+    assert part.peer_transfer is not None
+    message = wire.Fetch(
+        transfer=part.peer_transfer, sink=part.transfer, fetch=request.fetch, layer=request.layer,
+        counts=request.counts, index=request.index, offset=request.offset, stride=request.stride,
+    )  # fmt: skip
+    book.emit(do.SendMessage(part.session, message))
+
+
+def on_fetch_arrived(book: Book, event: ev.FetchArrived, now: float) -> None:
+    part = book.parts.get(event.arrived.transfer)
+    if isinstance(part, SinkPart) and part.session == event.session:
+        request = part.fetches.pop(event.arrived.fetch, None)
+        if request is not None:
+            part.paths[Path.ON_DEMAND.value] += len(request.index) // 4 * part.layout.entry_bytes
+            book.emit(do.FetchEnded(part.transfer, request.fetch))
+
+
+def on_fetch_failed(book: Book, event: ev.MessageReceived, now: float) -> None:
+    part = book.named_by(event, SinkPart)
+    message: wire.FetchFailed = event.message  # type: ignore[assignment]
+    request = part.fetches.pop(message.fetch, None) if part is not None else None
+    if part is None or request is None:
+        return
+    if part.ended and part.code == "OK":
+        book.emit(do.FillFetch(part.transfer, request))
+    else:
+        error = error_from_code(message.code, message.message, message.fields)
+        book.emit(do.FetchEnded(part.transfer, request.fetch, error))
+
+
+def end_fetches(book: Book, part: SinkPart, error: KvdError) -> None:
+    """The part has failed, or its memory goes back: its fetches end with it."""
+    fetches, part.fetches = part.fetches, {}
+    for number in fetches:
+        book.emit(do.FetchEnded(part.transfer, number, error))
+
+
+def fill_fetches(book: Book, part: SinkPart) -> None:
+    """The source is gone but everything had arrived: its unanswered fetches are served from here."""
+    fetches, part.fetches = part.fetches, {}
+    for request in fetches.values():
+        book.emit(do.FillFetch(part.transfer, request))
+
+
+def ended(part: SinkPart) -> KvdError:
+    return error_from_code(part.code, f"request {part.request!r} has ended", {"request": part.request})
+
+
+def released(part: SinkPart) -> KvdError:
+    return LeaseExpired(f"request {part.request!r} was released while a fetch was under way", request=part.request)
+
+
+def on_idle_window(book: Book, event: ev.IdleWindow, now: float) -> None:
+    part = book.parts.get(event.transfer)
+    if not isinstance(part, SinkPart) or part.ended:
+        return
+    if not 0 <= event.layer < part.layout.layers:
+        book.end(
+            part,
+            InvalidArgument(
+                f"idle names layer {event.layer}, but the transfer has layers 0 to {part.layout.layers - 1}",
+                layer=event.layer,
+            ),
+        )
+    elif part.state is State.RUNNING and part.mode == "speculative":
+        assert part.session is not None
+        assert part.peer_transfer is not None
+        part.paths["windows"] += 1
+        book.emit(do.SendMessage(part.session, wire.Idle(transfer=part.peer_transfer, windows=1)))
+
+
+# --- at the source ---------------------------------------------------------------------------------------------------
+
+
+def on_fetch(book: Book, event: ev.MessageReceived, now: float) -> None:
+    message: wire.Fetch = event.message  # type: ignore[assignment]
+    part = book.named_by(event, SourcePart)
+    error: KvdError | None = None
+    link = book.link(event.session)
+    if part is None or part.ended:
+        error = NotFound("the source has no such transfer any more", transfer=message.transfer)
+    elif link.urgent >= MAX_SERVED:
+        error = Busy(f"{MAX_SERVED} fetches of this node are being served; retry", retry_after_s=0.01)
+    elif not 0 <= message.layer < part.layout.layers:
+        error = InvalidArgument(
+            f"a fetch names layer {message.layer}; there are {part.layout.layers}", layer=message.layer
+        )
+    elif not all(part.ready.covers(message.layer, row, 0, length) for row, length in enumerate(part.lengths)):
+        error = InvalidArgument(f"layer {message.layer} is not computed yet; fetch after prefill", layer=message.layer)
+    if error is not None or part is None:
+        assert error is not None
+        _fail(book, event.session, message.sink, message.fetch, error)
+        return
+    link.urgent += 1
+    part.paths["fetches"] += 1
+    book.emit(do.ServeFetch(part.transfer, event.session, message.sink, message))
+
+
+def on_fetch_served(book: Book, event: ev.FetchServed, now: float) -> None:
+    link = book.links.get(event.session)
+    if link is None:
+        return  # the session has ended meanwhile
+    link.urgent -= 1
+    if event.error is not None:
+        _fail(book, event.session, event.sink, event.fetch, event.error)
+    else:
+        part = book.parts.get(event.transfer)
+        if part is not None:
+            part.paths[Path.ON_DEMAND.value] += event.nbytes
+        book.counters[f"bytes_sent_{Path.ON_DEMAND.value}"] += event.nbytes
+    fill(book, event.session, link)
+
+
+def _fail(book: Book, session: ev.SessionId, sink: int, fetch: int, error: KvdError) -> None:
+    book.counters["fetches_refused"] += 1
+    message = wire.FetchFailed(transfer=sink, fetch=fetch, code=error.code, message=error.message, fields=error.fields)
+    book.emit(do.SendMessage(session, message))
+
+
+def on_idle(book: Book, event: ev.MessageReceived, now: float) -> None:
+    message: wire.Idle = event.message  # type: ignore[assignment]
+    part = book.named_by(event, SourcePart)
+    if part is not None and part.queue is not None and not part.ended:
+        for _ in range(min(message.windows, part.layout.layers)):
+            part.queue.window()
+        part.paths["windows"] = part.queue.windows_used
+        work_added(book, part)

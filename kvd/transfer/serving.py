@@ -1,0 +1,94 @@
+"""Serving fetches: gather a fetch's entries in one pass and send them to the landing slot they are wanted in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import kvd_kernels
+import msgspec
+import numpy as np
+
+from kvd.errors import InvalidArgument
+from kvd.fabric.base import Endpoint, Fabric
+from kvd.memory.leases import Lease
+from kvd.memory.pool import Pool
+from kvd.transfer.events import FetchRequested
+from kvd.transfer.gathering import fetch_entries, landing_descriptors
+from kvd.types import Lane, TransferId
+from kvd.wire.messages import Fetch, FetchArrived
+from kvd_client.spec import PartLayout
+
+INLINE_BYTES = 256 << 10
+"""Gathered on the event loop's thread: handing less to a worker thread takes longer than the gather itself."""
+
+STAGING = "staging"
+"""Owner of the leases in which entries are gathered."""
+
+
+class Peer(Protocol):
+    """What serving needs of a session."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    @property
+    def fabric(self) -> Fabric: ...
+
+
+async def serve_fetch(
+    pool: Pool,
+    session: Peer,
+    message: Fetch,
+    *,
+    layout: PartLayout,
+    lengths: tuple[int, ...],
+    lease: Lease,
+    token: bytes,
+    sink: TransferId,
+) -> int:
+    """Send what ``message`` asks for from ``lease``; returns the bytes sent, once they are placed.
+
+    Raises :class:`InvalidArgument` for a fetch that names what does not exist, :class:`OutOfMemory` where there is no
+    room to gather, and what the fabric says. The caller holds ``lease``.
+    """
+    entries, counts = fetch_entries(layout, lengths, message.counts, message.index)
+    nbytes = len(entries) * layout.entry_bytes
+    notify = msgspec.msgpack.encode(FetchArrived(sink, message.fetch))
+    if not nbytes:
+        await session.endpoint.send(Lane.URGENT, notify).done
+        return 0
+    if message.stride < int(counts.max()) * layout.entry_bytes or message.offset < 0:
+        raise InvalidArgument(f"a fetch's rows are {message.stride} bytes apart and need more", stride=message.stride)
+    staging = await pool.lease_soon(nbytes, STAGING)
+    try:
+        start = layout.layer_offset(message.layer)
+        source = np.frombuffer(lease.memory[start : start + layout.layer_bytes], np.uint8)
+        gathered = np.frombuffer(staging.memory, np.uint8)
+        if nbytes <= INLINE_BYTES:
+            kvd_kernels.gather(source, layout.entry_bytes, entries, gathered)
+        else:
+            await asyncio.to_thread(kvd_kernels.gather, source, layout.entry_bytes, entries, gathered)
+        descriptors = landing_descriptors(
+            counts, layout.entry_bytes, source=staging.offset, target=message.offset, stride=message.stride
+        )
+        region = staging.region(session.fabric.name)
+        await session.endpoint.write(Lane.URGENT, region, token, descriptors, notify=notify).done
+    finally:
+        staging.release()
+    return nbytes
+
+
+def fill_fetch(request: FetchRequested, *, layout: PartLayout, lengths: tuple[int, ...], lease: Lease) -> None:
+    """Take a fetch's entries from the sink's own memory, where everything has arrived meanwhile; raises as above."""
+    entries, counts = fetch_entries(layout, lengths, request.counts, request.index)
+    if not len(entries):
+        return
+    start = layout.layer_offset(request.layer)
+    source = np.frombuffer(lease.memory[start : start + layout.layer_bytes], np.uint8)
+    gathered = np.empty(len(entries) * layout.entry_bytes, np.uint8)
+    kvd_kernels.gather(source, layout.entry_bytes, entries, gathered)
+    descriptors = landing_descriptors(
+        counts, layout.entry_bytes, source=0, target=request.offset, stride=request.stride
+    )
+    kvd_kernels.copy_runs(gathered, lease.memory, descriptors)

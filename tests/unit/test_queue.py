@@ -1,0 +1,303 @@
+"""Which ready tokens are sent next: full transfer, ranked blocks, budgets and idle windows."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.errors import InvalidArgument
+from kvd.importance.budget import block_budget
+from kvd.importance.matrix import ImportanceMatrix
+from kvd.transfer.policy import Profiled, Selective, choose_policy
+from kvd.transfer.queue import MAX_RANGES, Policy, ReadyTokens, SendQueue
+from kvd.types import Path
+from kvd_client.spec import PartLayout, TokenRange
+
+LAYOUT = PartLayout(layers=2, heads=1, entry_bytes=10, rows=3, capacity=8)
+LENGTHS = (8, 3, 5)
+
+
+class Source:
+    """What a source part has: what is ready, and the queue of what is to be sent."""
+
+    def __init__(
+        self,
+        layout: PartLayout = LAYOUT,
+        lengths: tuple[int, ...] = LENGTHS,
+        policy: Policy | None = None,
+        held: tuple[TokenRange, ...] = (),
+        windows: tuple[int, ...] = (),
+    ) -> None:
+        self.tokens = ReadyTokens(layout, lengths)
+        self.queue = SendQueue(layout, lengths, policy or Policy(), held=held, windows=windows)
+
+    def ready(self, layer: int, row: int | None, start: int, stop: int) -> None:
+        self.queue.add(self.tokens.add(layer, row, start, stop))
+
+    def drain(self, max_bytes: int = 1 << 20) -> list[tuple[int, tuple[TokenRange, ...]]]:
+        found = []
+        while taken := self.queue.take(max_bytes):
+            found += taken
+        return found
+
+
+def test_no_row_means_every_row_clipped_to_its_length() -> None:
+    one = Source()
+    one.ready(1, None, 2, 6)
+    assert one.queue.pending_tokens == 4 + 1 + 3
+    assert one.drain() == [(1, (TokenRange(0, 2, 6), TokenRange(1, 2, 3), TokenRange(2, 2, 5)))]
+    assert one.queue.pending_tokens == 0
+
+
+def test_full_transfer_goes_layer_by_layer() -> None:
+    one = Source()
+    one.ready(1, 0, 0, 2)
+    one.ready(0, 0, 0, 2)
+    one.ready(1, 0, 2, 4)
+    assert one.drain() == [(0, (TokenRange(0, 0, 2),)), (1, (TokenRange(0, 0, 4),))]
+
+
+def test_a_take_has_at_most_so_many_bytes_and_at_least_a_token() -> None:
+    one = Source()
+    one.ready(0, None, 0, 8)
+    assert one.queue.take(35) == [(0, (TokenRange(0, 0, 3),))]
+    assert one.queue.take(1) == [(0, (TokenRange(0, 3, 4),))]
+    assert one.queue.take(60) == [(0, (TokenRange(0, 4, 8), TokenRange(1, 0, 2)))]
+    assert one.queue.pending_tokens == 1 + 5
+
+
+def test_neighbours_become_one_range() -> None:
+    one = Source()
+    for token in range(8):
+        one.ready(0, 0, token, token + 1)
+    assert one.drain() == [(0, (TokenRange(0, 0, 8),))]
+
+
+def test_what_was_ready_before_is_not_pushed_again() -> None:
+    one = Source()
+    one.ready(0, 0, 2, 5)
+    one.drain()
+    one.ready(0, 0, 0, 8)
+    one.ready(0, 0, 0, 8)
+    assert one.drain() == [(0, (TokenRange(0, 0, 2), TokenRange(0, 5, 8)))]
+
+
+def test_what_the_sink_holds_is_not_pushed() -> None:
+    one = Source(held=(TokenRange(0, 1, 3), TokenRange(0, 2, 6), TokenRange(1, 0, 3)))
+    one.ready(0, 0, 0, 4)
+    assert one.queue.pending_tokens == 1
+    one.ready(0, None, 0, 8)
+    assert one.drain() == [(0, (TokenRange(0, 0, 1), TokenRange(0, 6, 8), TokenRange(2, 0, 5)))]
+
+
+def test_a_take_has_a_bounded_number_of_ranges() -> None:
+    one = Source(PartLayout(layers=1, heads=1, entry_bytes=1, rows=1, capacity=1 << 14), (1 << 14,))
+    for token in range(0, 1 << 14, 2):
+        one.ready(0, 0, token, token + 1)
+    assert [len(ranges) for _, ranges in one.drain()] == [MAX_RANGES] * (8192 // MAX_RANGES)
+
+
+def test_the_first_token_that_was_never_ready() -> None:
+    one = Source()
+    assert one.tokens.first_unready() == (0, 0, 0)
+    one.ready(0, None, 0, 8)
+    one.ready(1, None, 0, 2)
+    assert one.tokens.first_unready() == (1, 0, 2)
+    one.ready(1, 0, 2, 8)
+    assert one.tokens.first_unready() == (1, 1, 2)
+    one.ready(1, None, 0, 8)
+    assert one.tokens.first_unready() is None
+
+
+@pytest.mark.parametrize(
+    ("ring", "fields"),
+    [
+        ((2, None, 0, 1), {"layer": 2}),
+        ((-1, None, 0, 1), {"layer": -1}),
+        ((0, 3, 0, 1), {"layer": 0, "row": 3}),
+        ((0, -1, 0, 1), {"layer": 0, "row": -1}),
+        ((0, None, 0, 9), {"layer": 0, "start": 0, "stop": 9}),
+        ((0, 1, 0, 4), {"layer": 0, "start": 0, "stop": 4}),
+        ((1, 1, -1, 2), {"layer": 1, "start": -1, "stop": 2}),
+        ((1, 1, 2, 1), {"layer": 1, "start": 2, "stop": 1}),
+    ],
+)
+def test_what_does_not_exist_is_refused_and_nothing_added(
+    ring: tuple[int, int | None, int, int], fields: dict[str, int]
+) -> None:
+    one = Source()
+    with pytest.raises(InvalidArgument) as caught:
+        one.ready(*ring)
+    assert caught.value.fields == fields
+    assert one.queue.pending_tokens == 0
+    assert one.queue.take(100) == []
+
+
+# --- ranked blocks ---------------------------------------------------------------------------------------------------
+
+DEEP = PartLayout(layers=5, heads=1, entry_bytes=4, rows=1, capacity=40)
+
+
+def matrix(layers: int = 5, blocks: int = 10, seed: int = 0) -> ImportanceMatrix:
+    values = np.random.default_rng(seed).random((layers, blocks)).astype(np.float32)
+    values[:2] = np.inf
+    return ImportanceMatrix(values)
+
+
+def source(mode: str, lengths: tuple[int, ...] = (40,), known: Profiled | None = None, **settings: object) -> Source:
+    known = known or Profiled(matrix())
+    policy = choose_policy(mode, Selective(**settings), known, layers=5, lengths=lengths)  # type: ignore[arg-type]
+    return Source(msgspec.structs.replace(DEEP, rows=len(lengths)), lengths, policy)
+
+
+def everything(one: Source) -> None:
+    for layer in range(5):
+        one.ready(layer, None, 0, max(one.tokens.lengths))
+
+
+def blocks_of(taken: list[tuple[int, tuple[TokenRange, ...]]]) -> list[tuple[int, int]]:
+    """(layer, block) in order; blocks of 4 tokens, whole."""
+    return [(layer, start // 4) for layer, ranges in taken for r in ranges for start in range(r.start, r.stop, 4)]
+
+
+def test_blocks_go_in_order_of_importance() -> None:
+    one = source("profile")
+    everything(one)
+    order = []
+    while taken := one.queue.take(16):  # a block at a time
+        order += blocks_of(taken)
+    expected = [(int(block) // 10, int(block) % 10) for block in matrix().order()]
+    assert order == expected
+
+
+def test_an_important_late_layer_overtakes_blocks_that_wait() -> None:
+    one = source("profile")
+    best = next(int(b) for b in matrix().order() if b >= 40)  # the most important block of layer 4
+    for layer in range(4):
+        one.ready(layer, None, 0, 40)
+    one.queue.take(2 * 160)  # layers 0 and 1
+    one.ready(4, None, 0, 40)
+    order = blocks_of(one.drain(16))
+    place = order.index((4, best % 10))
+    later = order[place + 1 :]
+    ranks = matrix().ranks()
+    assert all(ranks[block] > ranks[4, best % 10] for block in later)
+    assert place < len(order) - 1
+
+
+def test_the_deadline_budget_ends_with_the_first_token_but_not_for_the_layers_that_decode_needs_whole() -> None:
+    one = source("parallel")
+    everything(one)
+    one.queue.take(160)
+    one.queue.finish()
+    assert one.queue.path is Path.PROACTIVE
+    rest = one.drain()
+    assert rest == [(1, (TokenRange(0, 0, 40),))]
+    assert one.queue.path is None
+    assert one.queue.pending_tokens == 3 * 40
+
+
+def test_the_fixed_budget_is_equation_2() -> None:
+    known = Profiled(matrix(), prefill_s=1.0, transfer_s=2.0)
+    one = source("parallel", known=known, budget="fixed")
+    everything(one)
+    sent = blocks_of(one.drain(16))
+    assert len(sent) == block_budget(5, 10, 1.0, 2.0) == 20
+    ranks = matrix().ranks()
+    assert {int(ranks[block]) for block in sent} == set(range(20))
+    one.queue.finish()
+    assert one.drain() == []
+
+
+def test_partial_transfer_sends_the_first_blocks_by_address() -> None:
+    one = source("partial", known=Profiled(matrix(), prefill_s=1.5, transfer_s=2.0))
+    everything(one)
+    budget = block_budget(5, 10, 1.5, 2.0)
+    assert sorted(blocks_of(one.drain(16))) == [(b // 10, b % 10) for b in range(budget)]
+
+
+def test_low_load_is_full_transfer() -> None:
+    one = source("speculative", known=Profiled(matrix(), prefill_s=9.0, transfer_s=2.0), budget="fixed")
+    everything(one)
+    assert len(blocks_of(one.drain())) == 50
+
+
+def test_windows_bring_a_share_of_everything_in_order_and_save_up_no_more_than_one_iteration() -> None:
+    one = source("speculative", share=0.1)
+    everything(one)
+    one.queue.take(2 * 160)
+    one.queue.finish()
+    assert one.drain() == []
+    counts = []
+    for _ in range(5):
+        one.queue.window()
+        counts.append(sum(r.stop - r.start for _, ranges in one.drain() for r in ranges))
+    assert sum(counts) == 20  # a tenth of 5 layers of 40 tokens
+    for _ in range(50):
+        one.queue.window()
+    assert sum(r.stop - r.start for _, ranges in one.drain() for r in ranges) == 20
+
+
+def test_without_speculation_the_rest_waits_for_fetches() -> None:
+    one = source("parallel")
+    everything(one)
+    one.queue.finish()
+    one.drain()
+    one.queue.window()
+    assert one.drain() == []
+
+
+def test_a_sliding_window_layer_sends_what_it_can_still_see_first() -> None:
+    one = Source(DEEP, (40,), windows=(0, 8, 0, 8, 0))
+    everything(one)
+    order = one.drain(40)
+    late = [(layer, ranges) for layer, ranges in order if layer in (1, 3) and ranges[0].start < 32]
+    assert order[-len(late) :] == late
+    assert sum(r.stop - r.start for _, ranges in order for r in ranges) == 200
+
+
+def test_an_unknown_mode_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="choose one of full, partial"):
+        choose_policy("fast", Selective(), Profiled(), layers=5, lengths=(40,))
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_each_token_is_handed_out_once_whatever_the_policy_and_the_order_of_events(data: st.DataObject) -> None:
+    lengths = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    mode = data.draw(st.sampled_from(["full", "partial", "profile", "parallel", "speculative"]))
+    known = Profiled(
+        matrix(blocks=data.draw(st.integers(1, 60)), seed=data.draw(st.integers(0, 9))),
+        prefill_s=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
+        transfer_s=data.draw(st.sampled_from([0.0, 1.0])),
+    )
+    one = source(mode, lengths, known, budget=data.draw(st.sampled_from(["fixed", "deadline"])), share=0.3)
+    seen: set[tuple[int, int, int]] = set()
+    rung: set[tuple[int, int, int]] = set()
+    for _ in range(data.draw(st.integers(1, 30))):
+        match data.draw(st.sampled_from(["ready", "ready", "take", "window", "finish"])):
+            case "ready":
+                layer, start = data.draw(st.integers(0, 4)), data.draw(st.integers(0, max(lengths)))
+                stop = data.draw(st.integers(start, max(lengths)))
+                one.ready(layer, None, start, stop)
+                rung |= {(layer, r, t) for r, n in enumerate(lengths) for t in range(start, min(stop, n))}
+            case "take":
+                limit = data.draw(st.integers(1, 400))
+                taken = one.queue.take(limit)
+                tokens = [(layer, r.row, t) for layer, ranges in taken for r in ranges for t in range(r.start, r.stop)]
+                assert len(tokens) * 4 <= max(4, limit)
+                assert len(set(tokens)) == len(tokens)
+                assert not seen & set(tokens)
+                seen |= set(tokens)
+            case "window":
+                one.queue.window()
+            case _:
+                one.queue.finish()
+        assert seen <= rung
+        assert one.queue.pending_tokens == len(rung) - len(seen)
+    if mode == "full":
+        one.drain()
+        assert one.queue.pending_tokens == 0
