@@ -27,8 +27,9 @@ from kvd.peers.manager import Peers, PeersConfig
 from kvd.profiles import Profiles
 from kvd.service import Service
 from kvd.transfer.core import Settings, TransferCore
-from kvd.transfer.engine import Engine, Session
+from kvd.transfer.engine import Engine
 from kvd.transfer.events import DrainRequested, StopRequested
+from kvd.transfer.parties import Session
 from kvd.transfer.policy import Selective
 from kvd.types import NodeId
 from kvd.wire.messages import WIRE_VERSION

@@ -15,8 +15,9 @@ from kvd.api.server import Answer, ClientSession
 from kvd.errors import Aborted, InvalidArgument, KvdError, NotFound
 from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
-from kvd.transfer.engine import Engine, Session
+from kvd.transfer.engine import Engine
 from kvd.transfer.handle import parse_handle
+from kvd.transfer.parties import Session
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
 from kvd_client import protocol as api

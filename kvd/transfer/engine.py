@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import structlog
 
 from kvd.errors import FabricError, KvdError, NotFound, PeerLost
-from kvd.fabric.base import Endpoint, Fabric, Grant, Operation
 from kvd.mask import init_masks, mark, mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
@@ -25,6 +23,7 @@ from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import TransferCore
 from kvd.transfer.handle import make_handle
+from kvd.transfer.parties import Process, Record, Session
 from kvd.transfer.serving import fill_fetch, serve_fetch
 from kvd.types import Descriptors, Lane, NodeId, Role, TransferId
 from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage
@@ -36,63 +35,6 @@ _NOTIFICATION = msgspec.msgpack.Decoder(Notification)
 
 TICK_S = 0.1
 """How exactly deadlines are kept."""
-
-
-class Session(Protocol):
-    """A connection to a peer, as :mod:`kvd.peers` makes it."""
-
-    @property
-    def node(self) -> NodeId: ...
-
-    @property
-    def endpoint(self) -> Endpoint: ...
-
-    @property
-    def fabric(self) -> Fabric:
-        """The fabric that ``endpoint`` belongs to."""
-        ...
-
-    @property
-    def error(self) -> KvdError | None:
-        """Why it has ended; None while it lives."""
-        ...
-
-    def send(self, message: PeerMessage) -> None: ...
-
-    def close(self, error: KvdError) -> None: ...
-
-
-class Process(Protocol):
-    """The inference process that opened a part."""
-
-    def progress(self, transfer: TransferId, bytes_done: int) -> None:
-        """Masks of the part have changed."""
-
-    def ended(self, transfer: TransferId, code: str, message: str, fields: dict[str, Any]) -> None:
-        """The part has ended; ``code`` is ``OK`` or an error's. Its memory is still there."""
-
-    def freed(self, transfer: TransferId) -> None:
-        """The part is forgotten: the process has released it, or is gone."""
-
-    def fetched(self, transfer: TransferId, fetch: int, error: KvdError | None) -> None:
-        """A fetch has ended; without an error its entries are in place."""
-
-    def want_windows(self, transfer: TransferId, wanted: bool) -> None:
-        """Whether idle windows of this part's decode are of use."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Record:
-    """What the engine knows of a part besides what the core does."""
-
-    process: Process
-    layout: PartLayout
-    lengths: tuple[int, ...]
-    lease: Lease
-    grant: tuple[Fabric, Grant] | None = None
-    sink: do.BindSink | None = None
-    """Source: where its writes go."""
-    operations: set[Operation] = dataclasses.field(default_factory=set)
 
 
 class Engine:
@@ -117,7 +59,7 @@ class Engine:
         self._pool = pool
         self._connect = connect
         self._loop = asyncio.get_running_loop()
-        self._records: dict[TransferId, _Record] = {}
+        self._records: dict[TransferId, Record] = {}
         self._next_transfer = 1
         self._session_ids: dict[Session, ev.SessionId] = {}
         self._sessions: dict[ev.SessionId, Session] = {}
@@ -212,7 +154,7 @@ class Engine:
         except BaseException:
             lease.release()
             raise
-        self._records[transfer] = _Record(process, layout, event.lengths, lease)
+        self._records[transfer] = Record(process, layout, event.lengths, lease)
         self._idle.clear()
         self.submit(event)
         return transfer, event.handle, lease
@@ -342,7 +284,7 @@ class Engine:
     def _write(
         self,
         instruction: do.WriteTokens | do.WriteMetadata,
-        record: _Record,
+        record: Record,
         lane: Lane,
         data: Descriptors,
         masks: Descriptors,

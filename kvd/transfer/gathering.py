@@ -38,7 +38,8 @@ def fetch_entries(
     if wrong.size:
         first = int(wrong[0])
         raise InvalidArgument(
-            f"a fetch names token {int(tokens[first])} of row {int(row[first])}, which has {lengths[row[first]]} tokens",
+            f"a fetch names token {int(tokens[first])} of row {int(row[first])}, which has only "
+            f"{lengths[row[first]]} tokens",
             token=int(tokens[first]),
             row=int(row[first]),
         )
