@@ -33,13 +33,15 @@ def _as_bytes(value: Any) -> Bytes:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         tensor = value.detach()
+        if tensor.ndim == 0:
+            raise InvalidArgument("expected an array or a tensor, got a scalar")
         if tensor.stride()[-1:] != (1,):
             tensor = tensor.contiguous()
         viewed: Bytes = tensor.view(torch.uint8).cpu().numpy()
         return viewed
     array = np.asarray(value)
     if array.ndim == 0:
-        raise InvalidArgument(f"expected an array or a tensor, got {type(value).__name__}")
+        raise InvalidArgument(f"expected an array or a tensor, got a {type(value).__name__}")
     if array.strides[-1] != array.itemsize:
         array = np.ascontiguousarray(array)
     return array.view(np.uint8)

@@ -8,10 +8,21 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from kvd_client import forks
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, ProtocolError
-from kvd_client.protocol import GetStatus, OpenSink, OpenSource, Reject, Status
-from kvd_client.spec import KVSpec, PartLayout, TokenRange, part_layout
+from kvd_client.protocol import (
+    MODES,
+    ExportProfile,
+    GetStatus,
+    InstallProfile,
+    OpenSink,
+    OpenSource,
+    ProfileData,
+    Reject,
+    Status,
+)
+from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
 
 if TYPE_CHECKING:
     from kvd_client.transfer import DecodeTransfer, PrefillTransfer
@@ -19,6 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
+_PIECE = 512 << 10
+"""Bytes of a profile file in one message."""
 
 
 class Client:
@@ -37,8 +50,9 @@ class Client:
         self.socket_path = os.fspath(socket_path or os.environ.get("KVD_SOCKET") or DEFAULT_SOCKET)
         self.name = name or f"process {os.getpid()}"
         self._timeout_s = timeout_s
-        self._pid = os.getpid()
+        self._pid = forks.pid
         self._lock = threading.Lock()
+        self._profile_lock = threading.Lock()  # the pieces of two files must not mix
         self._connection: Connection | None = None
         self._closed = False
 
@@ -60,6 +74,38 @@ class Client:
         message = Reject(handle=handle, request=request, source=source, reason=reason)
         self._call(lambda connection: connection.request(message))
 
+    def install_profile(self, data: bytes) -> None:
+        """Give the daemon a profile file's bytes; it holds for transfers that begin from now on.
+
+        Raises :class:`InvalidProfile` where they are no whole profile, :class:`InvalidArgument` where the daemon can't
+        take them; the profile that was in use before stays.
+        """
+
+        def upload(connection: Connection) -> None:
+            for offset in range(0, max(len(data), 1), _PIECE):
+                last = offset + _PIECE >= len(data)
+                connection.request(InstallProfile(offset=offset, data=data[offset : offset + _PIECE], last=last))
+
+        with self._profile_lock:
+            self._call(upload)
+
+    def export_profile(self, model: str, selector: str = "") -> bytes:
+        """The profile file of what processes reported to the daemon for a model and selector, as they named them when
+        they opened their transfers. Raises :class:`NotFound`, with the names that there are."""
+
+        def download(connection: Connection) -> bytes:
+            data = bytearray()
+            while True:
+                reply, _ = connection.request(ExportProfile(model=model, selector=selector, offset=len(data)))
+                if not isinstance(reply, ProfileData) or not reply.data:
+                    raise ProtocolError(f"the daemon answered an export with {type(reply).__name__} of no bytes")
+                data += reply.data
+                if len(data) >= reply.total:
+                    return bytes(data)
+
+        with self._profile_lock:
+            return self._call(download)
+
     def prefill(
         self,
         request: str,
@@ -71,6 +117,10 @@ class Client:
         ranks: int = 1,
         heads: tuple[int, int] | None = None,
         sink: str = "",
+        metadata: Sequence[MetadataSpec] = (),
+        mode: str = "",
+        selector: str = "",
+        prefill_s: float = 0.0,
         deadline_s: float = 0.0,
     ) -> PrefillTransfer:
         """Open one rank of a transfer as its source.
@@ -80,12 +130,17 @@ class Client:
         announces the transfer to that node; without it the sink finds this node by itself. ``deadline_s`` is the
         time until the transfer must be delivered, 0 for the daemon's default.
 
+        For selective transfer: ``metadata`` are the arrays that travel ahead of each layer's entries, the same on
+        both sides; ``mode`` (one of :data:`kvd_client.protocol.MODES`) decides what is pushed when, unless the sink
+        has given one, empty for the daemon's default; ``selector`` is the KV selection algorithm's name, by which a
+        profile is found; ``prefill_s`` says how many seconds prefill will take (T_p), 0 for what the profile says.
+
         Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
         :class:`PeerUnknown`, :class:`ShuttingDown`.
         """
         from kvd_client.transfer import PrefillTransfer  # here, since NumPy costs more than all the rest
 
-        layout, start = self._layout(spec, lengths, capacity, heads)
+        layout, start = self._layout(spec, lengths, capacity, heads, metadata)
         message = OpenSource(
             request=request,
             spec=spec,
@@ -95,6 +150,10 @@ class Client:
             ranks=ranks,
             head_start=start,
             head_count=layout.heads,
+            metadata=layout.metadata,
+            mode=_mode(mode),
+            selector=selector,
+            prefill_s=prefill_s,
             sink=sink,
             deadline_s=deadline_s,
         )
@@ -114,6 +173,11 @@ class Client:
         source: str = "",
         handle: str = "",
         held: Sequence[TokenRange | tuple[int, int, int]] = (),
+        metadata: Sequence[MetadataSpec] = (),
+        mode: str = "",
+        selector: str = "",
+        landing_entries: int = 0,
+        landing_slots: int = 2,
         deadline_s: float = 0.0,
     ) -> DecodeTransfer:
         """Open one rank of a transfer as its sink; arguments as in :meth:`prefill`.
@@ -121,10 +185,14 @@ class Client:
         ``source`` is the node to ask, empty to wait for its announcement. ``handle`` is the source's handle, where
         the request ids of both sides differ. ``held`` lists ``(row, start, stop)`` of tokens that this process has
         already, in every layer: they are never sent, and put in place by ``put_held`` or ``mark_held``.
+
+        ``landing_entries`` is the most KV entries of a (row, head) that one ``select`` or ``begin_fetch`` brings, 0
+        where nothing will be selected; ``landing_slots`` how many of them can be under way at a time.
         """
         from kvd_client.transfer import DecodeTransfer
 
-        layout, start = self._layout(spec, lengths, capacity, heads)
+        slots = landing_slots if landing_entries else 0
+        layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots)
         ranges = [TokenRange(*r) if isinstance(r, tuple) else r for r in held]
         message = OpenSink(
             request=request,
@@ -135,6 +203,11 @@ class Client:
             ranks=ranks,
             head_start=start,
             head_count=layout.heads,
+            metadata=layout.metadata,
+            mode=_mode(mode),
+            selector=selector,
+            landing_entries=layout.landing_entries,
+            landing_slots=layout.landing_slots,
             source=source,
             handle=handle,
             held=ranges,
@@ -145,7 +218,13 @@ class Client:
 
     @staticmethod
     def _layout(
-        spec: KVSpec, lengths: Sequence[int], capacity: int | None, heads: tuple[int, int] | None
+        spec: KVSpec,
+        lengths: Sequence[int],
+        capacity: int | None,
+        heads: tuple[int, int] | None,
+        metadata: Sequence[MetadataSpec],
+        landing_entries: int = 0,
+        landing_slots: int = 0,
     ) -> tuple[PartLayout, int]:
         spec.check()
         longest = max(lengths, default=0)
@@ -162,7 +241,16 @@ class Client:
                 f"heads ({start}, {count}) are not within the spec's {spec.kv_heads} KV heads",
                 heads=[start, count],
             )
-        return part_layout(spec, heads=count, rows=len(lengths), capacity=room), start
+        layout = part_layout(
+            spec,
+            heads=count,
+            rows=len(lengths),
+            capacity=room,
+            metadata=tuple(metadata),
+            landing_entries=landing_entries,
+            landing_slots=landing_slots,
+        )
+        return layout, start
 
     def _call(self, do: Callable[[Connection], T]) -> T:
         connection = self._connected()
@@ -175,9 +263,12 @@ class Client:
         return do(self._connected())
 
     def _connected(self) -> Connection:
-        if os.getpid() != self._pid:
+        connection = self._connection
+        if connection is not None and not connection.lost and self._pid == forks.pid:
+            return connection
+        if self._pid != forks.pid:
             raise InvalidArgument(
-                f"this client belongs to process {self._pid} and was used in its forked child {os.getpid()}; "
+                f"this client belongs to process {self._pid} and was used in its forked child {forks.pid}; "
                 "make a new Client after the fork",
                 pid=self._pid,
             )
@@ -203,3 +294,9 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _mode(mode: str) -> str:
+    if mode and mode not in MODES:
+        raise InvalidArgument(f"there is no mode {mode!r}; give one of {', '.join(MODES)}", mode=mode)
+    return mode

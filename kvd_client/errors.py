@@ -7,6 +7,7 @@ of the daemon; ``kvd.errors`` re-exports it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 
@@ -203,9 +204,14 @@ def _tree(cls: type[KvdError]) -> dict[str, type[KvdError]]:
     return found
 
 
+@functools.cache
+def _classes() -> dict[str, type[KvdError]]:
+    return _tree(KvdError)
+
+
 def error_from_code(code: str, message: str, fields: dict[str, Any] | None = None) -> KvdError:
     """The exception for a code that crossed a socket; an unknown code (a newer daemon) becomes a plain ``KvdError``."""
-    cls = _tree(KvdError).get(code, KvdError)
+    cls = _classes().get(code, KvdError)
     clean = {str(k): v for k, v in (fields or {}).items()}
     error = cls(message)
     error.fields = clean

@@ -14,15 +14,13 @@ Version history: 1, first version.
 from __future__ import annotations
 
 import struct
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import msgspec
 
 from kvd_client.errors import ProtocolError
 from kvd_client.spec import KVSpec, MetadataSpec, TokenRange
-
-T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 MAX_FRAME = 1 << 20
@@ -251,6 +249,8 @@ class TransferStatus(msgspec.Struct, kw_only=True):
     mode: str = "full"
     paths: dict[str, int] = {}
     """Bytes by path, fetches, windows, and the budget in tokens, as far as they are not 0."""
+    budget_bytes: int = 0
+    """Source: the KV blocks within the budget K_r; 0 where no such number decides."""
 
 
 class PeerStatus(msgspec.Struct, kw_only=True):
@@ -275,6 +275,30 @@ class MemoryStatus(msgspec.Struct, kw_only=True):
     huge_pages: bool
 
 
+class ProfileStatus(msgspec.Struct, kw_only=True):
+    """A profile that new transfers use."""
+
+    model: str
+    revision: str
+    selector: str
+    groups: list[tuple[int, int]]
+    """Prompt lengths of each group: from (included), to (excluded)."""
+    fingerprint: str
+    """``sha256`` of the profile's content, as its file has it."""
+
+
+class RecordingStatus(msgspec.Struct, kw_only=True):
+    """What :class:`ExportProfile` would bring, by group of prompt lengths."""
+
+    model: str
+    revision: str
+    selector: str
+    low: int
+    high: int
+    prompts: int
+    steps: int
+
+
 class Status(Message, tag="status"):
     """The daemon at one moment."""
 
@@ -296,6 +320,8 @@ class Status(Message, tag="status"):
     peers: list[PeerStatus]
     transfers: list[TransferStatus]
     counters: dict[str, int]
+    profiles: list[ProfileStatus] = []
+    recordings: list[RecordingStatus] = []
 
 
 Request = (
@@ -318,9 +344,12 @@ Reply = Welcome | Opened | Ok | Failure | Ended | ProfileData | Status
 # --- framing ------------------------------------------------------------------------------------------------------
 
 
+_encode = msgspec.msgpack.Encoder().encode
+
+
 def encode(message: Message) -> bytes:
     """A message as one frame; raises :class:`ProtocolError` if it exceeds :data:`MAX_FRAME`."""
-    body = msgspec.msgpack.encode(message)
+    body = _encode(message)
     if len(body) > MAX_FRAME:
         raise ProtocolError(
             f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit of {MAX_FRAME}; "
@@ -352,8 +381,9 @@ def unpack(body: bytes | bytearray | memoryview) -> Any:
 
 
 _SMALL = 4096
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
+_request = msgspec.msgpack.Decoder(Request).decode
+_reply = msgspec.msgpack.Decoder(Reply).decode
+_WRONG_FORM = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> Request:
@@ -362,7 +392,10 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
     # reach any other limit: msgpack's pass over it would cost more than all the rest and refuse nothing more.
     if len(body) > _SMALL:
         unpack(body)
-    return _decode(body, _requests)
+    try:
+        return _request(body)
+    except _WRONG_FORM as error:
+        raise ProtocolError(f"a message of the wrong form: {error}") from None
 
 
 def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
@@ -370,13 +403,9 @@ def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
 
     Without the limits of :func:`unpack`: they protect the daemon from processes, not a process from its daemon.
     """
-    return _decode(body, _replies)
-
-
-def _decode(body: bytes | bytearray | memoryview, decoder: msgspec.msgpack.Decoder[T]) -> T:
     try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _reply(body)
+    except _WRONG_FORM as error:
         raise ProtocolError(f"a message of the wrong form: {error}") from None
 
 

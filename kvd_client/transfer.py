@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,18 @@ from kvd_client.protocol import (
     ALL_ROWS,
     EVENT_IDLE,
     EVENT_LAYER_READY,
+    EVENT_METADATA_READY,
     SLOT_DELIVERED,
     Abort,
     Finish,
 )
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, TokenRange
 
+if TYPE_CHECKING:
+    from kvd_client.fetch import FetchHandle
+    from kvd_client.selection import Lanes, PendingSelection, SelectionCounters
+
+Index = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.int8]
 Self = TypeVar("Self", bound="Transfer")
 
@@ -68,6 +74,12 @@ class Transfer:
         start = p.layer_offset(layer)
         flat = self._memory[start : start + p.layer_bytes]
         return flat.reshape(p.rows, p.capacity, p.heads, p.entry_bytes)
+
+    def metadata(self, layer: int, name: str) -> Bytes:
+        """A metadata array of a layer: uint8 (bytes of the layer,), writable, not a copy."""
+        self._check(layer)
+        start, nbytes = self.layout.metadata_array(layer, name)
+        return self._memory[start : start + nbytes]
 
     def abort(self, reason: str = "") -> None:
         """End the transfer on both sides with ``ABORTED``; the memory stays until :meth:`release`. Idempotent."""
@@ -211,6 +223,13 @@ class PrefillTransfer(Transfer):
         if stop > start:
             self._connection.ring(self._part, EVENT_LAYER_READY, layer, ALL_ROWS if row is None else row, start, stop)
 
+    def metadata_ready(self, layer: int) -> None:
+        """Tell the daemon that the metadata arrays of a layer are complete; they travel ahead of its entries."""
+        self._check(layer)
+        if not self.layout.metadata:
+            raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
+        self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
+
     def finish(self, wait: bool = True, timeout_s: float | None = None) -> None:
         """Say that every token of every layer has been rung, and wait until all is delivered.
 
@@ -234,12 +253,12 @@ class PrefillTransfer(Transfer):
 
         def delivered() -> bool | None:
             if part.released:
-                raise _released(part)
+                raise released_error(part)
             raise_if_failed(part)
             return self._delivered() or None
 
         self._connection.check()
-        if not connection.wait(delivered, _deadline(timeout_s)):
+        if not connection.wait(delivered, deadline_of(timeout_s)):
             raise DeadlineExceeded(
                 f"transfer {part.transfer} was not delivered within {timeout_s:g} s; it goes on, wait again or abort",
                 transfer=part.transfer,
@@ -278,6 +297,7 @@ class DecodeTransfer(Transfer):
         self._lock = threading.Lock()
         self._puts = 0
         self._missing = dict.fromkeys(range(layout.layers))  # an ordered set of the layers not known to be complete
+        self._lanes: Lanes | None = None
 
     def mask(self, layer: int) -> Mask:
         """The layer's mask: int8 (rows, capacity), 0 padding, 1 local, 2 remote; a view that changes as data comes."""
@@ -329,6 +349,25 @@ class DecodeTransfer(Transfer):
         Raises the error with which the transfer failed, unless all of the layer is in place anyway;
         :class:`DeadlineExceeded` after ``timeout_s`` seconds, with the transfer going on.
         """
+        what = "the transfer" if layer is None else f"layer {layer}"
+        self._wait_until(
+            lambda: self._all_complete() if layer is None else self._complete(layer), layer, what, timeout_s
+        )
+
+    def wait_metadata(self, layer: int | None = None, timeout_s: float | None = None) -> None:
+        """Wait until the layer's metadata (default: every layer's) is in place; raises as :meth:`wait_ready`."""
+        p = self.layout
+        start = p.metadata_mask_offset
+        mask = self._memory[start : start + (p.layers if p.metadata else 0)]
+
+        def complete() -> bool:
+            wanted = mask if layer is None else mask[layer : layer + 1]
+            return bool((wanted == MASK_LOCAL).all())
+
+        what = "metadata" if layer is None else f"metadata of layer {layer}"
+        self._wait_until(complete, layer, what, timeout_s)
+
+    def _wait_until(self, complete: Callable[[], bool], layer: int | None, what: str, timeout_s: float | None) -> None:
         connection, part = self._connection, self._part
         if layer is not None and not 0 <= layer < self.layout.layers:
             raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
@@ -338,19 +377,17 @@ class DecodeTransfer(Transfer):
         def ready() -> bool | None:
             nonlocal seen
             if part.released:
-                raise _released(part)
+                raise released_error(part)
             # Scanning masks costs more than reading the numbers that tell whether they have changed.
             now = (connection.doorbell.progress(part.slot), self._puts)
             if now != seen or part.ended is not None:
                 seen = now
-                complete = self._all_complete() if layer is None else self._complete(layer)
-                if complete and not connection.doorbell.closed and not connection.lost:
+                if complete() and not connection.doorbell.closed and not connection.lost:
                     return True
             raise_if_failed(part)
             return None
 
-        if not connection.wait(ready, _deadline(timeout_s)):
-            what = "the transfer" if layer is None else f"layer {layer}"
+        if not connection.wait(ready, deadline_of(timeout_s)):
             raise DeadlineExceeded(
                 f"{what} of transfer {part.transfer} was not complete within {timeout_s:g} s; it goes on",
                 transfer=part.transfer,
@@ -429,10 +466,95 @@ class DecodeTransfer(Transfer):
         if self._connection.doorbell.wants_idle:
             self._connection.ring(self._part, EVENT_IDLE, layer, ALL_ROWS, 0, 0)
 
+    # --- selective transfer, see kvd_client.selection -------------------------------------------------------------
 
-def _released(part: Part) -> LeaseExpired:
+    @property
+    def lanes(self) -> Lanes:
+        """What selections of this transfer share; made by the first one."""
+        if self._lanes is None:
+            from kvd_client.selection import Lanes  # here, since it loads the kernels
+
+            with self._lock:
+                self._lanes = self._lanes or Lanes(self)
+        return self._lanes
+
+    def begin_fetch(self, layer: int, slot: int, counts: Index, index: Index) -> FetchHandle:
+        """Ask the source for KV entries without waiting for them.
+
+        ``counts``: int32 (rows * heads,), how many entries of each (row, head); ``index``: int32 (sum of counts,),
+        their token positions, row after row. They land at the head of each row of landing slot ``slot``. Any number
+        of slots can be under way; answers come in any order.
+
+        Raises :class:`InvalidArgument` before anything is sent for a layer, slot or index that does not fit, and
+        :class:`Busy` while an earlier fetch into the slot has not been answered. The handle's ``wait`` raises what
+        the daemon answers.
+        """
+        self._check(layer)
+        return self.lanes.begin_fetch(layer, slot, counts, index)
+
+    def select(
+        self,
+        layer: int,
+        index: Index,
+        *,
+        slot: int = 0,
+        parallel: bool = True,
+        timeout_s: float | None = None,
+        order: Index | None = None,
+    ) -> Bytes:
+        """The KV entries that ``index`` names, wherever they are (SmartGen, section 4.2, algorithm 1).
+
+        ``index``: int32 (rows * heads, k), distinct token positions of each (row, head); a row that has fewer ends
+        with -1. Returns uint8 (rows * heads, k, entry_bytes), a view of landing slot ``slot`` that is good until the
+        slot is used again: in each row first the entries that had to be fetched, then the local ones, both in the
+        order of the index; zeros behind a row that is shorter. ``order``, int32 of the index's shape, receives the
+        token positions in that order.
+
+        The remote lane is on its way while the local one is loaded; with ``parallel`` false one follows the other.
+        Fetched entries are kept: a later select finds them local.
+
+        Raises :class:`InvalidArgument` for an index that is out of range or names padding, before anything is
+        touched; :class:`Busy` while the slot awaits an earlier answer; :class:`DeadlineExceeded` after ``timeout_s``
+        seconds, and what ended the transfer.
+        """
+        pending = self.prepare_select(layer, index, slot=slot, parallel=parallel)
+        pending.submit()
+        entries = pending.wait(timeout_s)
+        if order is not None:
+            order[...] = pending.index
+        return entries
+
+    def prepare_select(self, layer: int, index: Index, *, slot: int = 0, parallel: bool = True) -> PendingSelection:
+        """The first part of :meth:`select`: check and split the index; :mod:`kvd_client.selection` has the rest."""
+        self._check(layer)
+        return self.lanes.split(layer, index, slot, parallel)
+
+    def selection_counters(self) -> SelectionCounters:
+        """What selections have cost so far, by layer."""
+        return self.lanes.counters()
+
+    def count_selections(self, blocks: int) -> None:
+        """From now on count how often the entries of each of ``blocks`` KV blocks are selected, for profiles; the
+        counts go to the daemon with :meth:`report_selections`, or at release."""
+        self._check(0)
+        self.lanes.count_blocks(blocks)
+
+    def report_selections(self) -> None:
+        """Send the counts so far to the daemon, and begin anew. Does nothing where nothing has been counted."""
+        self._check(0)
+        self.lanes.report()
+
+    def release(self) -> None:
+        """As :meth:`Transfer.release`; what :meth:`count_selections` has counted is sent before."""
+        if self._lanes is not None and not self._part.released:
+            with contextlib.suppress(KvdError):  # counts are worth an attempt, not an error
+                self._lanes.report()
+        super().release()
+
+
+def released_error(part: Part) -> LeaseExpired:
     return LeaseExpired(f"transfer {part.transfer} has been released; its memory is gone", transfer=part.transfer)
 
 
-def _deadline(timeout_s: float | None) -> float | None:
+def deadline_of(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s

@@ -23,6 +23,7 @@ from kvd.errors import Busy, KvdError, ProtocolError, VersionMismatch
 from kvd_client.protocol import (
     EVENT_IDLE,
     EVENT_LAYER_READY,
+    EVENT_METADATA_READY,
     LENGTH,
     MAX_FRAME,
     PROTOCOL_VERSION,
@@ -39,7 +40,10 @@ from kvd_client.protocol import (
     encode,
 )
 
+_KINDS = (EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY)
 _RECEIVE = 1 << 16
+_MAX_HELLO = 4096
+"""Largest first frame, so that who has not been welcomed can't make the daemon hold more."""
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # combined once: `|` on these costs 3 us
 
 EVENTS_A_PASS = 512
@@ -75,6 +79,7 @@ class ClientSession:
         self._sock = sock
         self._fd = sock.fileno()
         self._partial = bytearray()
+        self._max_frame = _MAX_HELLO
         self._out: deque[tuple[bytes, list[int]]] = deque()
         self._out_bytes = 0
         self._tasks: set[asyncio.Future[Answer]] = set()
@@ -164,8 +169,9 @@ class ClientSession:
         at, size = 0, len(data)
         while size - at >= LENGTH.size and not self.closed:
             (length,) = LENGTH.unpack_from(data, at)
-            if length > MAX_FRAME:
-                self._violate(ProtocolError(f"a frame of {length} bytes; the limit is {MAX_FRAME}", size=length))
+            if length > self._max_frame:
+                message = f"a frame of {length} bytes; the limit is {self._max_frame}"
+                self._violate(ProtocolError(message, size=length))
                 break
             stop = at + LENGTH.size + length
             if stop > size:
@@ -222,6 +228,7 @@ class ClientSession:
             self.refuse(Busy(message, errno=error.errno), request.id)
             return
         self._ring = ring
+        self._max_frame = MAX_FRAME
         self.welcomed = True
         if self._hello_timer is not None:
             self._hello_timer.cancel()
@@ -272,9 +279,13 @@ class ClientSession:
             self._context.loop.call_soon(self._report_lost)
 
     def _reply(self, number: int, answer: Answer) -> None:
-        reply, fds = answer if isinstance(answer, tuple) else (answer, ())
-        reply.id = number
-        self._send(reply, fds)
+        if isinstance(answer, tuple):
+            reply, fds = answer
+            reply.id = number
+            self._send(reply, fds)
+        else:
+            answer.id = number
+            self._send(answer, ())
 
     def _fail(self, number: int, request: Request, error: BaseException) -> None:
         if isinstance(error, KvdError):
@@ -304,8 +315,15 @@ class ClientSession:
             if sent:
                 frame, fds = frame[sent:], ()
             self._context.loop.add_writer(self._fd, self._writable)
-        # The service may close its descriptors as soon as this returns.
-        self._out.append((frame, [os.dup(fd) for fd in fds]))
+        copies: list[int] = []
+        try:
+            for fd in fds:  # the service may close its own as soon as this returns
+                copies.append(os.dup(fd))
+        except OSError as error:
+            _close_fds(copies)
+            self.close(f"a descriptor can't be kept for a slow reader: {error.strerror}")
+            return
+        self._out.append((frame, copies))
         self._out_bytes += len(frame)
         if self._out_bytes > self._context.limits.write_buffer:
             self.close(f"slow reader: {self._out_bytes} bytes of replies wait")
@@ -369,7 +387,7 @@ class ClientSession:
                 ring.wake_process()
             service = self._context.service
             for kind, layer, transfer, row, start, stop in events:
-                if kind not in (EVENT_LAYER_READY, EVENT_IDLE):
+                if kind not in _KINDS:
                     raise ProtocolError(f"a ring event of the unknown kind {kind}", kind=kind)
                 try:
                     service.ring_event(self, kind, layer, transfer, row, start, stop)
