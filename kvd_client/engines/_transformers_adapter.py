@@ -1,0 +1,211 @@
+"""Everything that depends on how one range of transformers releases looks inside (tried: 5.18.0 and
+5.24.0).
+
+Three places let us in. ``Cache.update`` is called once a layer with that layer's post-RoPE K and V, just
+before its attention; an attention function can be registered by name and sees ``module.layer_idx`` and
+every keyword that the model was called with; and a name without a mask function of its own makes the models
+build no mask at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvd_client.errors import InvalidArgument
+
+ATTENTION = "kvd"
+"""The name under which the decode attention is registered."""
+STEP = "kvd_step"
+"""The keyword by which a decode step reaches its attention function through the model."""
+
+_FORMS = {"full_attention", "sliding_attention"}
+
+
+class Step(Protocol):
+    """What the attention function needs of a decode step."""
+
+    eager: bool
+
+    def look(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What the query (rows, query heads, 1, head dim) looks at, given what the cache returned: K and V, both
+        (rows, heads, keys, head dim), and a boolean mask (rows, 1, 1, keys), True where a row's query may look; None
+        when it may look everywhere."""
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the model's decoder, which a multimodal model nests."""
+    return model.config.get_text_config(decoder=True)
+
+
+def windows(model: Any) -> tuple[int, ...]:
+    """Window of each layer, 0 for layers that see all tokens. Raises :class:`InvalidArgument` for models
+    whose cache is anything else than one K and one V for each token, layer and KV head."""
+    config = text_config(model)
+    name = type(model).__name__
+    forms = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if forms - _FORMS or getattr(config, "attention_chunk_size", None):
+        raise InvalidArgument(
+            f"{name} has layers of the kinds {sorted(forms)}; this engine moves the KV cache of models whose layers "
+            f"are all one of {sorted(_FORMS)}",
+            layer_types=sorted(forms),
+        )
+    found: list[int] = []
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise InvalidArgument(
+                f"{name} caches {type(layer).__name__} in layer {len(found)}; this engine moves plain K and V only",
+                layer=len(found),
+            )
+        found.append(int(getattr(layer, "sliding_window", 0) or 0))
+    if len(found) != config.num_hidden_layers:
+        raise InvalidArgument(
+            f"{name} caches {len(found)} of its {config.num_hidden_layers} layers; layers that share a cache are not "
+            "supported",
+            layers=config.num_hidden_layers,
+        )
+    return tuple(found)
+
+
+class PrefillCache(DynamicCache):  # type: ignore[misc]
+    """The ordinary cache, telling ``put(layer, start, k, v)`` of each layer's new K and V before its
+    attention runs; k and v have the shape (rows, heads, new tokens, head dim)."""
+
+    def __init__(self, config: Any, put: Callable[[int, int, torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__(config=config)
+        self._put = put
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._put(layer_idx, self.get_seq_length(layer_idx), key_states, value_states)
+        both: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return both
+
+
+class DecodeCache(Cache):  # type: ignore[misc]
+    """A cache whose tokens lie elsewhere: ``attend(layer, k, v)`` takes one new token for each row, and
+    returns all that the layer's attention shall see, both with the shape (rows, heads, tokens, head
+    dim)."""
+
+    def __init__(
+        self,
+        layers: int,
+        attend: Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        seen: Callable[[], int],
+    ) -> None:
+        super().__init__(layers=[_Elsewhere(seen) for _ in range(layers)])
+        self._attend = attend
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._attend(layer_idx, key_states, value_states)
+
+
+class _Elsewhere(CacheLayerMixin):  # type: ignore[misc]
+    """Stands for a layer in :class:`DecodeCache`, which answers the questions about sizes only."""
+
+    is_sliding = False
+
+    def __init__(self, seen: Callable[[], int]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to prepare: the memory is the transfer's."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise InvalidArgument("a layer of a DecodeCache can't be updated by itself; call DecodeCache.update")
+
+    def get_seq_length(self) -> int:
+        return self._seen()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._seen() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+    """What ``get_max_length`` is called in the older releases of the range."""
+
+
+def call(model: Any, input_ids: torch.Tensor, cache: Cache, **kwargs: Any) -> torch.Tensor:
+    """Run the model on ``input_ids`` (rows, tokens) with ``cache`` and return its logits; no gradients."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=True, **{name: cache}, **kwargs).logits
+    return logits
+
+
+def call_step(
+    model: Any, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, step: Step
+) -> torch.Tensor:
+    """Run one decode step: ``input_ids`` and ``positions`` are (rows, 1), the logits (rows, vocabulary)."""
+    with _attention_of(model):
+        logits = call(model, input_ids, cache, position_ids=positions, **{STEP: step})
+    return logits[:, -1]
+
+
+def is_eager(model: Any) -> bool:
+    """Whether the model computes attention with its own eager function instead of torch's fused one."""
+    return bool(text_config(model)._attn_implementation == "eager")
+
+
+@contextlib.contextmanager
+def _attention_of(model: Any) -> Iterator[None]:
+    config = text_config(model)
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's usual attention under the step's mask: the same kernel gives the same bits."""
+    step: Step = kwargs.pop(STEP)
+    key, value, mask = step.look(module.layer_idx, query, key, value)
+    both: tuple[torch.Tensor, torch.Tensor | None]
+    if not step.eager:
+        both = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return both
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        bias.masked_fill_(~mask, torch.finfo(query.dtype).min)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    both = eager(module, query, key, value, bias, **kwargs)
+    return both
+
+
+AttentionInterface.register(ATTENTION, _attention)

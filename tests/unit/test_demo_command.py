@@ -1,0 +1,124 @@
+"""``kvd demo`` as a command: its usage and its exit codes, without running the demo."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvd.cli.main import app
+from kvd.demo import run as demo_run
+from kvd.demo.errors import DemoFailed
+from kvd.demo.report import Report
+from kvd.units import parse_rate
+
+FIGURES: dict[str, Any] = {
+    "model": "tiny",
+    "prompt_tokens": 100,
+    "tokens": [5, 6],
+    "reference_tokens": [5, 6],
+    "text": "one two",
+    "kv_bytes": 1000,
+    "bytes_moved": 1100,
+    "link_configured": None,
+    "link_achieved": 1e6,
+    "ttft_s": 2.0,
+    "ttst_s": 2.5,
+    "waited_s": 0.2,
+    "tbt_s": None,
+    "layers_before_first": 3,
+    "layers": 4,
+    "peak_memory": {"prefill": 1},
+}
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the demo does instead of running: ``result`` is its report, or what it raises; ``options`` is seen."""
+    told: dict[str, Any] = {"result": Report(**FIGURES)}
+
+    def run(options: demo_run.Options, display: object) -> Report:
+        told["options"] = options
+        if isinstance(told["result"], BaseException):
+            raise told["result"]
+        return told["result"]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(demo_run, "run", run)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return told
+
+
+def test_equal_tokens_are_success(outcome: dict[str, Any]) -> None:
+    result = CliRunner().invoke(app, ["demo", "--link", "1gbit", "--tokens", "7", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["tokens_equal"] is True
+    assert outcome["options"] == demo_run.Options(
+        link=parse_rate("1gbit"), new_tokens=7, prompt_file=None, prompt_tokens=None, model=None
+    )
+
+
+def test_different_tokens_are_failure(outcome: dict[str, Any]) -> None:
+    outcome["result"] = Report(**FIGURES | {"tokens": [5, 7]})
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert "NO, from token 1" in result.stdout
+    assert outcome["options"].link == parse_rate("200mbit")
+
+
+def test_a_failure_is_one_sentence(outcome: dict[str, Any]) -> None:
+    outcome["result"] = DemoFailed("the model is gone; fetch it again")
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert result.stderr == "kvd: the model is gone; fetch it again\n"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+def test_a_signal_is_an_exit_code(outcome: dict[str, Any], number: int, code: int) -> None:
+    outcome["result"] = demo_run.Interrupted(number)
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == code
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--link", "fast"], "is not a rate"),
+        (["--link", "0mbit"], "unlimited"),
+        (["--tokens", "0"], "--tokens"),
+        (["--prompt-tokens", "10"], "--prompt-tokens"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_usage(outcome: dict[str, Any], arguments: list[str], word: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert "options" not in outcome
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "kvd: the demo needs torch, which this Python lacks: pip install 'kvd-transport[demo]'\n"
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvd.cli.main import app\n"
+        "try: app(['demo', '--help'])\n"
+        "finally: print(sorted({'torch', 'transformers', 'numpy', 'asyncio'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert made.returncode == 0
+    assert "--prompt-file" in made.stdout
+    assert made.stderr == "[]\n"
