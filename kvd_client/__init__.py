@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING
 
 from kvd_client.client import Client
 from kvd_client.errors import KvdError
-from kvd_client.spec import KVSpec, PartLayout, TokenRange
+from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange
 
 if TYPE_CHECKING:
     from kvd_client.transfer import DecodeTransfer, PrefillTransfer
 
-__all__ = ["Client", "DecodeTransfer", "KVSpec", "KvdError", "PartLayout", "PrefillTransfer", "TokenRange"]
+__all__ = [
+    "Client",
+    "DecodeTransfer",
+    "KVSpec",
+    "KvdError",
+    "MetadataSpec",
+    "PartLayout",
+    "PrefillTransfer",
+    "TokenRange",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -24,14 +24,14 @@ class FetchHandle:
         self.connection = connection
         self._part = part
         self._error: KvdError | None = None
-        self._answered = False
+        self._answered = self._forgotten = False
         self._number = connection.submit(
             Fetch(transfer=part.transfer, layer=layer, slot=slot, counts=counts.tobytes(), index=index.tobytes())
         )
 
     def poll(self) -> bool | None:
-        """True once the fetch has ended, well or badly, else None. Neither waits nor looks at the socket: any wait on
-        the connection does. Call it under the connection's wait, or for what others have read."""
+        """True once the fetch has ended, well or badly, else None. For use as the condition of a wait on the
+        connection, which reads the socket: this neither waits nor takes a lock."""
         if self._answered:
             return True
         reply = self.connection.answer(self._number)
@@ -50,13 +50,21 @@ class FetchHandle:
         elif not isinstance(reply, Ok):
             self._error = ProtocolError(f"the daemon answered a fetch with {type(reply).__name__}")
         self._answered = True
-        self.connection.forget(self._number)
         return True
 
     @property
     def done(self) -> bool:
         """Whether the answer is known to have come; :meth:`wait` then returns or raises at once."""
-        return bool(self.poll())
+        if not self.poll():
+            return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Keep no room for the answer any more. Idempotent."""
+        if not self._forgotten:
+            self._forgotten = True
+            self.connection.forget(self._number)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the entries are in the slot.
@@ -77,5 +85,6 @@ class FetchHandle:
                     )
             except DaemonLost as lost:
                 self._error, self._answered = lost, True
+            self.forget()
         if self._error is not None:
             raise self._error

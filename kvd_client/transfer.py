@@ -31,8 +31,9 @@ from kvd_client.protocol import (
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, TokenRange
 
 if TYPE_CHECKING:
+    from kvd_client.counters import SelectionCounters
     from kvd_client.fetch import FetchHandle
-    from kvd_client.selection import Lanes, PendingSelection, SelectionCounters
+    from kvd_client.lanes import Lanes, PendingSelection
 
 Index = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.int8]
@@ -466,13 +467,13 @@ class DecodeTransfer(Transfer):
         if self._connection.doorbell.wants_idle:
             self._connection.ring(self._part, EVENT_IDLE, layer, ALL_ROWS, 0, 0)
 
-    # --- selective transfer, see kvd_client.selection -------------------------------------------------------------
+    # --- selective transfer, see kvd_client.lanes -----------------------------------------------------------------
 
     @property
     def lanes(self) -> Lanes:
         """What selections of this transfer share; made by the first one."""
         if self._lanes is None:
-            from kvd_client.selection import Lanes  # here, since it loads the kernels
+            from kvd_client.lanes import Lanes  # here, since it loads the kernels
 
             with self._lock:
                 self._lanes = self._lanes or Lanes(self)
@@ -525,7 +526,7 @@ class DecodeTransfer(Transfer):
         return entries
 
     def prepare_select(self, layer: int, index: Index, *, slot: int = 0, parallel: bool = True) -> PendingSelection:
-        """The first part of :meth:`select`: check and split the index; :mod:`kvd_client.selection` has the rest."""
+        """The first part of :meth:`select`: check and split the index; :mod:`kvd_client.lanes` has the rest."""
         self._check(layer)
         return self.lanes.split(layer, index, slot, parallel)
 
@@ -550,6 +551,8 @@ class DecodeTransfer(Transfer):
             with contextlib.suppress(KvdError):  # counts are worth an attempt, not an error
                 self._lanes.report()
         super().release()
+        if self._lanes is not None:
+            self._lanes.end()
 
 
 def released_error(part: Part) -> LeaseExpired:

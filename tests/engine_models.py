@@ -90,5 +90,5 @@ def model_folder(folder: Any) -> Any:
     inner.decoder = tokenizers.decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
     torch.manual_seed(11)
-    transformers.LlamaForCausalLM(llama(vocab_size=len(alphabet), head_dim=16)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(llama()).save_pretrained(folder)
     return folder

@@ -1,0 +1,410 @@
+"""The sink's half of the on-demand path: a KV index becomes KV entries, wherever they are.
+
+SmartGen, section 4.2, algorithm 1: the mask values at the index split it into a remote and a local lane, remote
+entries first in each row. The source is asked for the remote lane, which lands at the head of each row of a landing
+slot; the local lane is gathered from the lease into the rest of each row meanwhile. Fetched entries are then copied to
+their place in the lease, and are local from there on.
+
+The mask is one for all heads of a token, but a fetch brings single heads. So what was fetched is remembered here, by
+layer, row, head and token; the daemon goes on with the mask, and may send the token's block later: the same bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+from kvd_kernels import accumulate_blocks, gather, partition, token_entries
+
+from kvd_client.arrays import Bytes
+from kvd_client.counters import SelectionCounters, no_selections
+from kvd_client.errors import Busy, DeadlineExceeded, InvalidArgument, KvdError
+from kvd_client.fetch import FetchHandle
+from kvd_client.protocol import MAX_FRAME, ReportSelections
+from kvd_client.spec import MASK_LOCAL, MASK_REMOTE
+from kvd_client.transfer import DecodeTransfer, Index
+
+NOTHING = -1
+"""In a KV index: no entry. Only at the end of a row."""
+_FRAME_ROOM = MAX_FRAME - 4096
+_SOON_S = 0.001
+
+
+class PendingSelection:
+    """One select, part by part: :meth:`submit`, :meth:`load_local`, :meth:`wait`, in this order.
+
+    ``index``, int32 (rows * heads, k), has the token positions in the order in which their entries will be in the
+    result, and ``counts``, int32 (rows * heads,), says how many of each row are fetched.
+    """
+
+    def __init__(
+        self, lanes: Lanes, layer: int, slot: int, index: Index, counts: Index, short: bool, parallel: bool
+    ) -> None:
+        self.layer, self.slot, self.index, self.counts = layer, slot, index, counts
+        self.fetch: FetchHandle | None = None
+        self._lanes, self._parallel = lanes, parallel
+        self._loaded = self._complete = False
+        self._error: KvdError | None = None
+        self._waited = 0.0
+        rows, k = index.shape
+        column = np.arange(k)
+        self._remote = column < counts[:, None]
+        self._local = ~self._remote
+        self._nothing = None
+        if short:
+            self._nothing = index == NOTHING
+            self._local &= ~self._nothing
+        p = lanes.layout
+        self._entries = token_entries(np.maximum(index, 0) if short else index, p.capacity, p.heads)
+        self._places = np.arange(rows)[:, None] * p.landing_entries + column
+
+    def submit(self) -> None:
+        """Send the remote lane's request, if there is any. An error is kept for :meth:`wait`."""
+        if not self.counts.any():
+            return
+        try:
+            self.fetch = self._lanes.fetch(self.layer, self.slot, self.counts, self.index[self._remote])
+        except KvdError as error:
+            self._error = error
+
+    def load_local(self) -> None:
+        """Gather the local lane; with ``parallel`` false :meth:`wait` does it, after the fetch."""
+        if self._parallel:
+            self._load_local()
+
+    def _load_local(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True
+        lanes = self._lanes
+        self._copy(self._local)
+        if self._nothing is not None:
+            lanes.landing_rows(self.slot, self.index.shape[1])[self._nothing] = 0
+
+    def _copy(self, which: npt.NDArray[np.bool_]) -> None:
+        lanes = self._lanes
+        size = lanes.layout.entry_bytes
+        gather(lanes.memory(self.layer), size, self._entries[which], lanes.landing(self.slot), self._places[which])
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` will not have to wait for an answer."""
+        return self.fetch is None or self.fetch.done
+
+    def wait(self, timeout_s: float | None = None) -> Bytes:
+        """What :meth:`kvd_client.DecodeTransfer.select` returns and raises; can be called again, after a
+        :class:`DeadlineExceeded` as well."""
+        if self._error is not None:
+            raise self._error
+        self._lanes.check_owner(self.slot, self)
+        if not self._complete:
+            self.load_local()
+            try:
+                self._arrive(timeout_s)
+            except DeadlineExceeded:
+                raise
+            except KvdError as error:
+                self._error = error
+                raise
+            self._load_local()
+            # A daemon that takes the memory away says so first: only what was gathered before that counts.
+            self._lanes.check(self.layer)
+            self._complete = True
+            self._lanes.count(self, self._waited)
+        return self._lanes.landing_rows(self.slot, self.index.shape[1])
+
+    def _arrive(self, timeout_s: float | None) -> None:
+        if self.fetch is None:
+            return
+        since = time.monotonic()
+        try:
+            self.fetch.wait(timeout_s)
+        except DeadlineExceeded:
+            raise
+        except KvdError:
+            # Blocks kept coming meanwhile. A source that has delivered everything may be gone before it reads the
+            # request, and then nothing is missing here.
+            if not self._lanes.all_local(self.layer, self.index, self._remote):
+                raise
+            self._copy(self._remote)
+            self.counts = np.zeros_like(self.counts)
+            return
+        finally:
+            self._waited += time.monotonic() - since
+        self._lanes.keep(self.layer, self.slot, self.index, self._entries, self._places, self._remote)
+
+
+class Lanes:
+    """What the selections of one :class:`DecodeTransfer` share. Any thread may use it; two selections at a time need
+    two slots."""
+
+    def __init__(self, transfer: DecodeTransfer) -> None:
+        self.layout, self.lengths = transfer.layout, transfer.lengths
+        self._transfer = transfer
+        self._lock = threading.Lock()
+        self._known: dict[int, npt.NDArray[np.int8]] = {}
+        """Per layer int8 (rows * heads, capacity), as a mask, of what is local for each head; once one was fetched."""
+        self._fetches: dict[int, FetchHandle] = {}
+        """The last fetch into each slot."""
+        self._owners: dict[int, PendingSelection | None] = {}
+        """The selection that uses each slot."""
+        self._counters = no_selections(self.layout.layers)
+        self._blocks: npt.NDArray[np.int64] | None = None
+        """(layers, M) selections, since the last report."""
+        self._counted = np.zeros(self.layout.layers, np.int64)
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self, layer: int) -> Bytes:
+        p = self.layout
+        start = p.layer_offset(layer)
+        return self._transfer._memory[start : start + p.layer_bytes]
+
+    def landing(self, slot: int) -> Bytes:
+        p = self.layout
+        start = p.landing_offset(slot)
+        return self._transfer._memory[start : start + p.rows * p.heads * p.landing_row_bytes]
+
+    def landing_rows(self, slot: int, k: int) -> Bytes:
+        """The first ``k`` entries of each row of a slot: uint8 (rows * heads, k, entry_bytes), a view."""
+        p = self.layout
+        return self.landing(slot).reshape(p.rows * p.heads, p.landing_entries, p.entry_bytes)[:, :k]
+
+    def check(self, layer: int) -> None:
+        self._transfer._check(layer)
+
+    # --- the two lanes --------------------------------------------------------------------------------------------
+
+    def split(self, layer: int, index: Index, slot: int, parallel: bool) -> PendingSelection:
+        """Check an index and put its remote entries first; see :meth:`DecodeTransfer.select`."""
+        p = self.layout
+        self._check_slot(slot)
+        rows = p.rows * p.heads
+        if not isinstance(index, np.ndarray) or index.dtype != np.int32 or index.ndim != 2 or len(index) != rows:
+            raise InvalidArgument(
+                f"layer {layer}: a KV index of this transfer is an int32 array of shape ({rows}, k)", layer=layer
+            )
+        if index.shape[1] > p.landing_entries:
+            raise InvalidArgument(
+                f"layer {layer}: the KV index has {index.shape[1]} entries a row, and landing slots were opened for "
+                f"{p.landing_entries}; open the transfer with more landing_entries",
+                layer=layer,
+                entries=index.shape[1],
+                limit=p.landing_entries,
+            )
+        self._check_free(slot)
+        index = np.ascontiguousarray(index)
+        short = bool((index == NOTHING).any())
+        if short:
+            self._check_short(layer, index)
+        try:
+            with self._lock:
+                ordered, counts = self._partition(layer, index, short)
+        except (IndexError, ValueError) as error:
+            self.check(layer)  # the zero pages of a lease that has ended look like padding
+            raise InvalidArgument(f"layer {layer}: {error}", layer=layer) from None
+        # From here on the mask has been read, and the lock's barrier keeps the reads of entries behind that.
+        selection = self._owners[slot] = PendingSelection(self, layer, slot, ordered, counts, short, parallel)
+        return selection
+
+    def _partition(self, layer: int, index: Index, short: bool) -> tuple[Index, Index]:
+        p = self.layout
+        mask = self._transfer._mask(layer)
+        known = self._known.get(layer)
+        ordered: Index
+        counts: Index
+        if known is None and not short:
+            ordered, counts = partition(index, mask, p.heads)
+            return ordered, counts
+        by_head = np.broadcast_to(mask[:, None], (p.rows, p.heads, p.capacity))
+        if known is not None:
+            # Padding < local < remote, and a token only ever goes from remote to local: the smaller one is the news.
+            view = known.reshape(by_head.shape)
+            np.minimum(view, by_head, out=view)
+            by_head = view
+            if not (mask == MASK_REMOTE).any():
+                del self._known[layer]  # the mask says it all
+            if not short:
+                ordered, counts = partition(index, known, 1)
+                return ordered, counts
+        # One column more, which is local: that is where nothing goes, so that it ends up behind the row's entries.
+        wider = np.full((p.rows * p.heads, p.capacity + 1), MASK_LOCAL, np.int8)
+        wider[:, :-1] = by_head.reshape(len(wider), p.capacity)
+        ordered, counts = partition(np.where(index == NOTHING, np.int32(p.capacity), index), wider, 1)
+        ordered[ordered == p.capacity] = NOTHING
+        return ordered, counts
+
+    def _check_short(self, layer: int, index: Index) -> None:
+        entry = index != NOTHING
+        if (entry[:, 1:] > entry[:, :-1]).any():
+            raise InvalidArgument(f"layer {layer}: -1 stands before an entry in the KV index", layer=layer)
+        if (index >= self.layout.capacity).any():
+            raise InvalidArgument(
+                f"layer {layer}: the KV index names token {index.max()} of {self.layout.capacity}", layer=layer
+            )
+
+    def keep(
+        self,
+        layer: int,
+        slot: int,
+        index: Index,
+        entries: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        which: npt.NDArray[np.bool_],
+    ) -> None:
+        """Copy fetched entries to their place in the lease, and remember that they are there."""
+        p = self.layout
+        gather(self.landing(slot), p.entry_bytes, places[which], self.memory(layer), entries[which])
+        with self._lock:
+            known = self._known.get(layer)
+            if known is None:
+                mask = self._transfer._mask(layer)
+                known = self._known[layer] = np.repeat(mask, p.heads, axis=0)
+            known[np.nonzero(which)[0], index[which]] = MASK_LOCAL
+
+    def all_local(self, layer: int, index: Index, which: npt.NDArray[np.bool_]) -> bool:
+        """Whether the mask has turned local for all of these by now."""
+        mask = self._transfer._mask(layer)
+        rows = np.nonzero(which)[0] // self.layout.heads
+        with self._lock:
+            return bool((mask[rows, index[which]] == MASK_LOCAL).all())
+
+    # --- fetches --------------------------------------------------------------------------------------------------
+
+    def begin_fetch(self, layer: int, slot: int, counts: Index, index: Index) -> FetchHandle:
+        """See :meth:`DecodeTransfer.begin_fetch`."""
+        handle = self.fetch(layer, slot, counts, index)
+        self._owners[slot] = None
+        return handle
+
+    def fetch(self, layer: int, slot: int, counts: Index, index: Index) -> FetchHandle:
+        """Check and send a fetch."""
+        self._check_slot(slot)
+        self._check_fetch(layer, counts, index)
+        self._check_free(slot)
+        transfer = self._transfer
+        handle = FetchHandle(transfer._connection, transfer._part, layer, slot, counts, index)
+        self._fetches[slot] = handle
+        return handle
+
+    def end(self) -> None:
+        """The transfer has been released: nobody will wait for its fetches."""
+        for fetch in self._fetches.values():
+            fetch.forget()
+
+    def check_owner(self, slot: int, selection: PendingSelection) -> None:
+        """Raise :class:`InvalidArgument` where a slot has been given to somebody else, whose bytes are there now."""
+        if self._owners.get(slot) is not selection:
+            raise InvalidArgument(
+                f"landing slot {slot} has been used for something else since; wait for a selection before its slot is "
+                "used again",
+                slot=slot,
+            )
+
+    def _check_slot(self, slot: int) -> None:
+        slots = self.layout.landing_slots
+        if not 0 <= slot < slots:
+            raise InvalidArgument(
+                f"landing slot {slot} does not exist; the transfer was opened with "
+                + (f"{slots} of them" if slots else "none: give landing_entries"),
+                slot=slot,
+                slots=slots,
+            )
+
+    def _check_free(self, slot: int) -> None:
+        fetch = self._fetches.get(slot)
+        if fetch is None or fetch.done:
+            return
+        try:
+            fetch.wait(_SOON_S)  # reads what may have come already
+        except DeadlineExceeded:
+            raise Busy(
+                f"landing slot {slot} still awaits an earlier fetch; wait for it, or use another slot", slot=slot
+            ) from None
+        except KvdError:
+            return  # it has been answered, if not well
+
+    def _check_fetch(self, layer: int, counts: Index, index: Index) -> None:
+        p = self.layout
+        rows = p.rows * p.heads
+        for name, array in (("counts", counts), ("index", index)):
+            if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1:
+                raise InvalidArgument(f"layer {layer}: {name} of a fetch is an int32 array of one axis", layer=layer)
+        if len(counts) != rows or int(counts.sum()) != len(index) or (counts < 0).any():
+            raise InvalidArgument(
+                f"layer {layer}: a fetch of this transfer has {rows} counts, whose sum is the number of indices",
+                layer=layer,
+            )
+        if (counts > p.landing_entries).any():
+            raise InvalidArgument(
+                f"layer {layer}: a fetch of {counts.max()} entries in a row; landing slots were opened for "
+                f"{p.landing_entries}",
+                layer=layer,
+                limit=p.landing_entries,
+            )
+        if counts.nbytes + index.nbytes > _FRAME_ROOM:
+            raise InvalidArgument(
+                f"layer {layer}: a fetch of {len(index)} entries is too large for one request; select fewer, or open "
+                "one transfer for each row",
+                layer=layer,
+                entries=len(index),
+            )
+        limits = np.repeat(np.repeat(np.asarray(self.lengths, np.int64), p.heads), counts)
+        bad = (index < 0) | (index >= limits)
+        if bad.any():
+            at = int(bad.argmax())
+            raise InvalidArgument(
+                f"layer {layer}: a fetch of token {index[at]} of a row that has {limits[at]}", layer=layer
+            )
+
+    # --- counting -------------------------------------------------------------------------------------------------
+
+    def counters(self) -> SelectionCounters:
+        with self._lock:
+            return self._counters.plus(no_selections(self.layout.layers))
+
+    def count(self, selection: PendingSelection, waited: float) -> None:
+        """Count a selection that is complete."""
+        layer, index = selection.layer, selection.index
+        with self._lock:
+            counters = self._counters
+            counters.selects[layer] += 1
+            counters.selected[layer] += int((index != NOTHING).sum())
+            counters.fetched[layer] += int(selection.counts.sum())
+            counters.wait_s[layer] += waited
+            if self._blocks is None:
+                return
+            lengths = np.asarray(self.lengths, np.int64)
+            if (index == NOTHING).any():
+                index = np.where(index == NOTHING, np.iinfo(np.int32).max, index).astype(np.int32)
+            accumulate_blocks(index, self._blocks[layer], lengths, beyond="skip")
+            self._counted[layer] += 1
+
+    def count_blocks(self, blocks: int) -> None:
+        layers = self.layout.layers
+        if not 1 <= blocks <= _FRAME_ROOM // (4 * layers):
+            raise InvalidArgument(
+                f"selections can't be counted in {blocks} blocks; give 1 to {_FRAME_ROOM // (4 * layers)} for "
+                f"{layers} layers",
+                blocks=blocks,
+            )
+        with self._lock:
+            self._blocks = np.zeros((layers, blocks), np.int64)
+            self._counted[:] = 0
+
+    def report(self) -> None:
+        with self._lock:
+            steps = int(self._counted.max())
+            if self._blocks is None or not steps:
+                return
+            counts, self._blocks = self._blocks, np.zeros_like(self._blocks)
+            self._counted[:] = 0
+        message = ReportSelections(
+            transfer=self._transfer.id,
+            blocks=counts.shape[1],
+            steps=steps,
+            counts=counts.astype("<f4").tobytes(),
+        )
+        self._transfer._connection.request(message)

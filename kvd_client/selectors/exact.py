@@ -1,0 +1,53 @@
+"""Exact top-k by attention scores: an oracle for runs in one process, since it needs every key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.selectors.base import Arrays, Scores, ScoringSelector, Shape, check_reduce, group, over_group, rows_of
+from kvd_client.spec import MetadataSpec
+
+if TYPE_CHECKING:
+    import torch
+
+KEYS = "exact.keys"
+"""float32 (rows, KV heads, tokens, head dim)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(ScoringSelector):
+    """Scores q·k / √d without softmax, summed or maximized over the query heads of a KV head."""
+
+    name: ClassVar[str] = "exact"
+    deployable: ClassVar[bool] = False
+    reduce: str = "sum"
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce)
+
+    def metadata(self, shape: Shape) -> tuple[MetadataSpec, ...]:
+        return (MetadataSpec(name=KEYS, layer_bytes=4 * int(np.prod(self._form(shape)))),)
+
+    def summarize(self, shape: Shape, k: torch.Tensor, start: int, arrays: Arrays) -> None:
+        target = self._keys(shape, arrays)
+        for row, keys in rows_of(shape, k, start):
+            target[row, :, start : start + keys.shape[1]] = keys.float().numpy()
+
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
+        import torch
+
+        keys = torch.from_numpy(self._keys(shape, arrays))
+        return over_group(
+            group(query, shape.kv_heads) @ keys.transpose(2, 3) / float(np.sqrt(shape.head_dim)), self.reduce
+        )
+
+    @staticmethod
+    def _form(shape: Shape) -> tuple[int, ...]:
+        return shape.rows, shape.kv_heads, shape.longest, shape.head_dim
+
+    def _keys(self, shape: Shape, arrays: Arrays) -> npt.NDArray[np.float32]:
+        return arrays[KEYS].view(np.float32).reshape(self._form(shape))

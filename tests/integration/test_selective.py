@@ -1,0 +1,241 @@
+"""Selective transfer through real daemons: every mode gives the tokens of one process; fetches, masks and errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvd_client import Client
+from kvd_client.errors import InvalidArgument, KvdError, NotFound
+from kvd_client.protocol import MODES, Fetch
+from kvd_client.selection import select_many
+from kvd_client.spec import MetadataSpec
+from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec
+
+WAIT_S = 30.0
+SPEC = small_spec()
+
+
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, DaemonProcess]]:
+    """``decode`` and two sources, ``fast`` and ``slow``: links on which prompts of these sizes take a moment."""
+    folder: Path = tmp_path_factory.mktemp("daemons")
+    ports = {node: free_port() for node in ("fast", "slow", "decode")}
+    rates = {"fast": "16mbit", "slow": "2mbit", "decode": "100mbit"}
+    found = {
+        node: DaemonProcess(
+            folder,
+            node,
+            listen=f"127.0.0.1:{port}",
+            peers={other: f"127.0.0.1:{ports[other]}" for other in ports if other != node},
+            config={"fabric": {"rate": rates[node]}},
+        )
+        for node, port in ports.items()
+    }
+    try:
+        for daemon in found.values():
+            daemon.start()
+        yield found
+    finally:
+        for daemon in found.values():
+            daemon.destroy()
+
+
+@pytest.fixture
+def clients(daemons: dict[str, DaemonProcess]) -> Iterator[tuple[Client, Client]]:
+    with daemons["fast"].client("prefill") as source, daemons["decode"].client("decode") as sink:
+        yield source, sink
+    for node in ("fast", "decode"):
+        with daemons[node].client("look") as look:
+            memory = look.status().memory
+            assert (memory.leases, memory.in_use) == (0, 0)
+
+
+def layer_of(layer: int, lengths: list[int]) -> Any:
+    return random_layer(layer, len(lengths), max(lengths), SPEC.kv_heads, SPEC.entry_bytes)
+
+
+def expected(layer: int, lengths: list[int], index: Any) -> Any:
+    rows = np.arange(len(index))[:, None]
+    return layer_of(layer, lengths)[rows // SPEC.kv_heads, index, rows % SPEC.kv_heads]
+
+
+def put_all(transfer: Any, lengths: list[int]) -> None:
+    for layer in range(SPEC.layers):
+        transfer.put_layer(layer, entries=layer_of(layer, lengths))
+
+
+def random_index(seed: int, lengths: list[int], k: int) -> Any:
+    generator = np.random.default_rng(seed)
+    rows = [generator.permutation(length)[:k] for length in lengths for _ in range(SPEC.kv_heads)]
+    return np.array(rows, np.int32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_selected_entries_are_the_sources(clients: tuple[Client, Client], mode: str) -> None:
+    source, sink = clients
+    lengths, k = [3000, 1700], 200
+    with sink.decode(mode, SPEC, lengths, source="fast", mode=mode, landing_entries=k) as decode:
+        prefill = source.prefill(mode, SPEC, lengths)
+        put_all(prefill, lengths)
+        prefill.finish(wait=False)
+        decode.wait_ready(0, timeout_s=WAIT_S)
+        decode.wait_ready(1, timeout_s=WAIT_S)
+        for step in range(4):
+            for layer in (2, 3):
+                index = random_index(10 * step + layer, lengths, k)
+                order = np.zeros_like(index)
+                decode.idle(layer)
+                entries = decode.select(layer, index, slot=layer % 2, order=order, timeout_s=WAIT_S)
+                assert np.array_equal(np.sort(order), np.sort(index))
+                assert np.array_equal(entries, expected(layer, lengths, order))
+                mask = decode.mask(layer).copy()
+                local = mask == 1
+                assert np.array_equal(decode.layer(layer)[local], layer_of(layer, lengths)[local])
+        counters = decode.selection_counters()
+        assert counters.selected.tolist() == [0, 0, 4 * 4 * k, 4 * 4 * k]
+        assert (counters.fetched <= counters.selected).all()
+        assert counters.fetched.sum() > 0 or mode == "full"
+        if mode == "speculative":
+            while not decode.poll_ready(3):
+                decode.idle(3)
+                decode.select(3, random_index(1, lengths, k), timeout_s=WAIT_S)
+        if mode in ("full", "speculative"):
+            decode.wait_ready(timeout_s=WAIT_S)
+            for layer in range(SPEC.layers):
+                for row, length in enumerate(lengths):
+                    assert np.array_equal(decode.layer(layer)[row, :length], layer_of(layer, lengths)[row, :length])
+    prefill.release()
+
+
+def test_metadata_arrives_with_its_bytes(clients: tuple[Client, Client]) -> None:
+    source, sink = clients
+    arrays = (MetadataSpec(name="codes", layer_bytes=5000), MetadataSpec(name="norms", layer_bytes=77))
+    with sink.decode("metadata", SPEC, [500], source="fast", metadata=arrays, mode="parallel") as decode:
+        prefill = source.prefill("metadata", SPEC, [500], metadata=arrays)
+        for layer in range(SPEC.layers):
+            for at, array in enumerate(arrays):
+                prefill.metadata(layer, array.name)[:] = 10 * layer + at + 1
+            prefill.metadata_ready(layer)
+            decode.wait_metadata(layer, timeout_s=WAIT_S)
+            for at, array in enumerate(arrays):
+                assert (decode.metadata(layer, array.name) == 10 * layer + at + 1).all()
+        decode.wait_metadata(timeout_s=WAIT_S)
+        prefill.release()
+
+
+def test_errors_of_fetches_reach_their_caller_and_nobody_else(clients: tuple[Client, Client]) -> None:
+    source, sink = clients
+    lengths = [900]
+    with sink.decode("errors", SPEC, lengths, source="fast", mode="partial", landing_entries=8) as decode:
+        prefill = source.prefill("errors", SPEC, lengths)
+        decode.wait_metadata(timeout_s=WAIT_S)
+        for layer in range(2):
+            prefill.put_layer(layer, entries=layer_of(layer, lengths))
+        decode.wait_ready(1, timeout_s=WAIT_S)
+        connection = decode._connection
+
+        def fetch(error: type[KvdError], says: str, **changes: Any) -> None:
+            counts = changes.pop("counts", [1, 1])
+            index = changes.pop("index", [3, 4])
+            fields = {
+                "transfer": decode.id,
+                "layer": 1,
+                "slot": 0,
+                "counts": np.array(counts, np.int32).tobytes(),
+                "index": np.array(index, np.int32).tobytes(),
+            }
+            with pytest.raises(error, match=says):
+                connection.request(Fetch(**{**fields, **changes}))
+
+        fetch(InvalidArgument, "900", index=[3, 900])
+        fetch(InvalidArgument, "-1", index=[3, -1])
+        fetch(InvalidArgument, "layer 4", layer=4)
+        fetch(InvalidArgument, "slot 2", slot=2)
+        fetch(InvalidArgument, "9 entries", counts=[9, 0], index=list(range(9)))
+        fetch(InvalidArgument, "counts", counts=[2, 1])
+        fetch(InvalidArgument, "counts", counts=[1])
+        fetch(InvalidArgument, "not computed", layer=3)
+        fetch(NotFound, "12345", transfer=12345)
+        # The same transfer goes on as if nothing had been.
+        for layer in range(2, 4):
+            prefill.put_layer(layer, entries=layer_of(layer, lengths))
+        prefill.finish(wait=False)
+        index = random_index(5, lengths, 8)
+        order = np.zeros_like(index)
+        entries = decode.select(3, index, order=order, timeout_s=WAIT_S)
+        assert np.array_equal(entries, expected(3, lengths, order))
+        handle = decode.begin_fetch(2, 1, np.array([1, 2], np.int32), np.array([899, 0, 7], np.int32))
+        handle.wait(WAIT_S)
+    fetch(NotFound, "not open")
+    prefill.release()
+
+
+def test_a_batch_of_two_sources_and_one_is_slow(daemons: dict[str, DaemonProcess]) -> None:
+    lengths = {"fast": [2000], "slow": [1400]}
+    with (
+        daemons["decode"].client("decode") as sink,
+        daemons["fast"].client("one") as fast,
+        daemons["slow"].client("two") as slow,
+    ):
+        prefills = {"fast": fast, "slow": slow}
+        opened, decodes = [], {}
+        for node, client in prefills.items():
+            decodes[node] = sink.decode(
+                f"batch {node}", SPEC, lengths[node], source=node, mode="partial", landing_entries=1000
+            )
+            prefill = client.prefill(f"batch {node}", SPEC, lengths[node])
+            opened.append(prefill)
+            put_all(prefill, lengths[node])
+            prefill.finish(wait=False)
+        for decode in decodes.values():
+            decode.wait_ready(1, timeout_s=WAIT_S)
+        index = {node: random_index(7, lengths[node], 1000) for node in decodes}
+        nodes = ["slow", "fast"]
+        for layer in (2, 3):
+            requests = [(decodes[node], layer, index[node], 0) for node in nodes]
+            came = []
+            for at, pending in select_many(requests, timeout_s=WAIT_S):
+                came.append(nodes[at])
+                entries = pending.wait()
+                assert np.array_equal(entries, expected(layer, lengths[nodes[at]], pending.index))
+            assert sorted(came) == ["fast", "slow"]
+        assert all(decode.selection_counters().fetched.sum() > 0 for decode in decodes.values())
+        for transfer in [*decodes.values(), *opened]:
+            transfer.release()
+
+
+def test_any_thread_may_wait_for_its_own_fetch(clients: tuple[Client, Client]) -> None:
+    source, sink = clients
+    lengths = [800]
+    with sink.decode(
+        "threads", SPEC, lengths, source="fast", mode="partial", landing_entries=50, landing_slots=6
+    ) as decode:
+        prefill = source.prefill("threads", SPEC, lengths)
+        put_all(prefill, lengths)
+        prefill.finish(wait=False)
+        decode.wait_ready(1, timeout_s=WAIT_S)
+        wrong: list[Any] = []
+
+        def work(slot: int) -> None:
+            for turn in range(10):
+                layer = 2 + (slot + turn) % 2
+                index = random_index(100 * slot + turn, lengths, 50)
+                order = np.zeros_like(index)
+                entries = decode.select(layer, index, slot=slot, order=order, timeout_s=WAIT_S)
+                if not np.array_equal(entries, expected(layer, lengths, order)):
+                    wrong.append((slot, turn))
+
+        threads = [threading.Thread(target=work, args=(slot,)) for slot in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+        assert wrong == []
+    prefill.release()
