@@ -12,7 +12,7 @@ from kvd.types import Lane, Path
 from kvd.wire import messages as wire
 from kvd_client.spec import TokenRange
 
-REFUSED_GRACE_S = 1.0
+REFUSED_GRACE_S = 5.0
 """How long a refused write waits for the control message that explains it: the two travel on different connections."""
 
 METADATA = "metadata"
@@ -66,16 +66,17 @@ def _submit(book: Book, part: SourcePart, session: ev.SessionId, link: Link, nby
 def on_write_completed(book: Book, event: ev.WriteCompleted, now: float) -> None:
     session = book.writes.pop(event.write, None)
     link = book.links.get(session) if session is not None else None
-    nbytes, path = link.completed(event.write, now) if link is not None else (0, "")
+    placed = event.error is None
+    nbytes, path = link.completed(event.write, now, placed=placed) if link is not None else (0, "")
     part = book.parts.get(event.transfer)
     if isinstance(part, SourcePart):
         part.writes.discard(event.write)
-        if event.error is None:
+        if event.error is None and path:
             part.paths[path] += nbytes
             book.counters[f"bytes_sent_{path}"] += nbytes
             if path != METADATA:
                 part.bytes_done += nbytes
-        elif not part.ended and part.refused_until is None:
+        elif event.error is not None and not part.ended and part.refused_until is None:
             part.refused_until = now + REFUSED_GRACE_S
             part.refusal = event.error.code
     if link is not None and session is not None:

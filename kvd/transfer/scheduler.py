@@ -1,8 +1,8 @@
 """Which part's work goes next onto a session's link, and how much may be under way.
 
 One link per peer session. Bulk work of all parts takes turns, a chunk each: first what is pushed while prefill runs,
-then what idle windows allow, and of that nothing while a fetch is being served. The bytes under way stay below what
-the link carries in ``delay_s``, so that an urgent message finds the link's queues short (invariant 3).
+then what idle windows allow, and of that nothing while a fetch is being served. The bytes under way stay so few that
+they wait about ``delay_s`` in the link's queues, so that an urgent message finds these short (invariant 3).
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from kvd.transfer.rate import RateEstimate, Room
 from kvd.types import TransferId
 
 MIN_WINDOW = 128 << 10
-"""Less under way would leave a fast link idle between confirmations."""
+"""Less under way would cost more in small writes than it saves in delay."""
 FIRST_WINDOW = 1 << 20
 """Until the link's rate has been measured."""
 MIN_CHUNK = 32 << 10
-RATE_MEMORY_S = 0.25
-"""How far back the measured rate looks, about."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,7 +29,7 @@ class Link:
     chunk: int = 1 << 20
     """Most bytes of one turn."""
     delay_s: float = 0.0
-    """Most time that the bytes under way may take the link; 0: no such bound."""
+    """How long bytes under way may wait in the link's queues; 0: no such bound."""
     in_flight: int = 0
     writes: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     """Bytes and path of each write under way."""
@@ -40,10 +39,14 @@ class Link:
     """The same, for speculative work."""
     urgent: int = 0
     """Fetches that are being served."""
-    rate: float = 0.0
-    """What the link has carried of late while it was kept busy; 0: not known yet."""
-    _busy_since: float = 0.0
-    _busy_bytes: int = 0
+    estimate: RateEstimate = dataclasses.field(default_factory=RateEstimate)
+    room: Room | None = None
+    _sent: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.delay_s:
+            least, first = min(self.window, MIN_WINDOW), min(self.window, FIRST_WINDOW)
+            self.room = Room(self.delay_s, least, self.window, first)
 
     def add(self, transfer: TransferId, *, late: bool = False) -> None:
         """The part has work; it gets its turn after those that wait already."""
@@ -60,13 +63,17 @@ class Link:
                 queue.remove(transfer)
 
     @property
+    def rate(self) -> float:
+        """What the link has carried of late, in bytes a second; 0: not known yet."""
+        return self.estimate.rate
+
+    @property
     def limit(self) -> int:
-        """Most bytes under way now."""
-        if not self.delay_s:
+        """Most bytes under way now. While a fetch is being served a quarter of what the room allows: enough to go on,
+        too little to be in the way."""
+        if self.room is None:
             return self.window
-        if not self.rate:
-            return min(self.window, FIRST_WINDOW)
-        return max(min(self.window, MIN_WINDOW), min(self.window, int(self.rate * self.delay_s)))
+        return max(self.room.least, int(self.room.nbytes) // 4 if self.urgent else int(self.room.nbytes))
 
     @property
     def piece(self) -> int:
@@ -77,7 +84,14 @@ class Link:
     def open(self) -> bool:
         """Whether another write may be submitted now."""
         waiting = self.turns or (self.late and not self.urgent)
-        return bool(waiting) and self.in_flight < self.limit
+        return bool(waiting) and not self._full
+
+    @property
+    def _full(self) -> bool:
+        """Another turn would exceed the limit; with nothing under way there is always room for one. A mere window may
+        be exceeded by one turn."""
+        turn = self.piece if self.room is not None else 1
+        return self.in_flight > 0 and self.in_flight + turn > self.limit
 
     def next_turn(self) -> TransferId:
         """The part whose turn it is; it goes to the end of its queue."""
@@ -88,20 +102,20 @@ class Link:
 
     def submitted(self, write: int, nbytes: int, path: str, now: float) -> None:
         if not self.in_flight:
-            self._busy_since, self._busy_bytes = now, 0
+            self.estimate.begin(now)
         self.writes[write] = (nbytes, path)
+        self._sent[write] = now
         self.in_flight += nbytes
 
-    def completed(self, write: int, now: float) -> tuple[int, str]:
-        """Bytes and path of a write that has ended; 0 if it is not of this link."""
+    def completed(self, write: int, now: float, *, placed: bool = True) -> tuple[int, str]:
+        """Bytes and path of a write that has ended; 0 if it is not of this link. ``placed``: its bytes went over;
+        those of a cancelled or refused write say nothing about the link."""
         nbytes, path = self.writes.pop(write, (0, ""))
+        full = self._full
         self.in_flight -= nbytes
-        self._busy_bytes += nbytes
-        busy = now - self._busy_since
-        # Short samples say more about the clock and the event loop than about the link.
-        if busy >= 0.01 and self._busy_bytes >= MIN_WINDOW:
-            sample = self._busy_bytes / busy
-            weight = min(1.0, busy / RATE_MEMORY_S) if self.rate else 1.0
-            self.rate += weight * (sample - self.rate)
-            self._busy_since, self._busy_bytes = now, 0
+        if placed and path:
+            self.estimate.completed(nbytes, now)
+            if self.room is not None:
+                self.room.completed(nbytes, now - self._sent[write], full=full)
+        self._sent.pop(write, None)
         return nbytes, path

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from kvd.transfer.scheduler import Link
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.transfer.rate import MIN_SAMPLE_BYTES
+from kvd.transfer.scheduler import FIRST_WINDOW, Link
 
 
 def test_turns_go_round_and_newcomers_wait_for_theirs() -> None:
@@ -58,3 +63,227 @@ def test_a_single_chunk_may_exceed_the_window() -> None:
     assert not link.open
     link.completed(10, 1.0)
     assert link.open
+
+
+# --- two classes, fetches, and the link's rate ------------------------------------------------------------------------
+
+
+def test_late_work_waits_for_all_that_is_not() -> None:
+    link = Link(window=100)
+    link.add(1, late=True)
+    link.add(2)
+    link.add(3)
+    assert [link.next_turn() for _ in range(3)] == [2, 3, 2]
+    link.remove(2)
+    link.remove(3)
+    assert [link.next_turn() for _ in range(2)] == [1, 1]
+    link.remove(1)
+    assert not link.open
+
+
+def test_a_part_is_in_one_queue_only() -> None:
+    link = Link(window=100)
+    for late in (True, False, False, True, True):
+        link.add(1, late=late)
+        assert (list(link.turns), list(link.late)) == (([], [1]) if late else ([1], []))
+
+
+def test_late_work_stops_while_fetches_are_served_and_other_work_does_not() -> None:
+    link = Link(window=100)
+    link.add(1, late=True)
+    link.urgent = 1
+    assert not link.open
+    link.add(2)
+    assert link.open
+    assert link.next_turn() == 2
+    link.remove(2)
+    assert not link.open
+    link.urgent = 0
+    assert link.open
+
+
+class Clocked:
+    """A link that carries ``rate`` bytes a second and is kept busy."""
+
+    def __init__(self, link: Link, rate: float) -> None:
+        self.link = link
+        self.rate = rate
+        self.now = 100.0
+        self.number = 0
+
+    def run(self, seconds: float, piece: int = 64 << 10, rate: float = 0.0) -> None:
+        """Keep four pieces under way; each takes its time."""
+        self.rate = rate or self.rate
+        stop = self.now + seconds
+        first = self.number
+        for _ in range(4):
+            self.submit(piece)
+        while self.now < stop:
+            self.now += piece / self.rate
+            self.link.completed(first, self.now)
+            first += 1
+            self.submit(piece)
+        while self.link.writes:
+            self.now += piece / self.rate
+            self.link.completed(first, self.now)
+            first += 1
+
+    def submit(self, piece: int) -> None:
+        self.link.submitted(self.number, piece, "proactive", self.now)
+        self.number += 1
+
+
+def test_the_rate_is_what_a_busy_link_carries() -> None:
+    link = Link(window=8 << 20, delay_s=0.01)
+    assert link.rate == 0.0
+    clocked = Clocked(link, 40e6)
+    clocked.run(1.0)
+    assert link.rate == pytest.approx(40e6, rel=0.05)
+    clocked.now += 30.0  # a pause says nothing about the link
+    clocked.run(0.2)
+    assert link.rate == pytest.approx(40e6, rel=0.05)
+
+
+def test_the_rate_follows_a_link_that_changes() -> None:
+    link = Link(window=8 << 20, delay_s=0.01)
+    clocked = Clocked(link, 40e6)
+    clocked.run(1.0)
+    clocked.run(2.0, rate=10e6)
+    assert link.rate == pytest.approx(10e6, rel=0.1)
+    clocked.run(2.0, rate=60e6)
+    assert link.rate == pytest.approx(60e6, rel=0.1)
+
+
+def test_writes_that_never_went_over_do_not_count_as_speed() -> None:
+    link = Link(window=64 << 20, delay_s=0.01)
+    clocked = Clocked(link, 10e6)
+    clocked.run(1.0)
+    for number in range(1000, 1064):
+        link.submitted(number, 1 << 20, "proactive", clocked.now)
+    for number in range(1000, 1064):
+        link.completed(number, clocked.now + 0.02, placed=False)
+    assert link.in_flight == 0
+    assert link.rate == pytest.approx(10e6, rel=0.1)
+
+
+def test_short_samples_are_not_believed() -> None:
+    link = Link(window=8 << 20)
+    link.submitted(1, 1 << 20, "proactive", 5.0)
+    link.completed(1, 5.009)  # under 10 ms
+    assert link.rate == 0.0
+    link.submitted(2, MIN_SAMPLE_BYTES - 1, "proactive", 6.0)
+    link.completed(2, 6.5)
+    assert link.rate == 0.0
+    link.submitted(3, MIN_SAMPLE_BYTES, "proactive", 7.0)
+    link.completed(3, 7.5)
+    assert link.rate == MIN_SAMPLE_BYTES / 0.5
+
+
+def test_without_a_bound_on_delay_the_window_is_the_limit() -> None:
+    assert Link(window=8 << 20).limit == 8 << 20
+    assert Link(window=8 << 20, chunk=1 << 20).piece == 1 << 20
+
+
+def test_limits_before_anything_is_known() -> None:
+    link = Link(window=8 << 20, delay_s=0.01)
+    assert (link.limit, link.piece) == (FIRST_WINDOW, FIRST_WINDOW // 4)
+    small = Link(window=1000, chunk=1000, delay_s=0.01)
+    assert (small.limit, small.piece) == (1000, 1000)
+
+
+class Queue:
+    """A link that takes a fixed time besides, and whose sender always has more to send."""
+
+    def __init__(self, link: Link, rate: float, trip_s: float) -> None:
+        self.link, self.rate, self.trip_s = link, rate, trip_s
+        self.now = self.free_at = 50.0
+        self.number = 0
+        self.under_way: list[tuple[float, int]] = []
+        link.add(1)
+
+    def run(self, seconds: float) -> float:
+        """Keep it busy; the longest that a write waited in the queue during the second half."""
+        stop, worst, start = self.now + seconds, 0.0, self.now
+        while self.now < stop:
+            while self.link.open:
+                piece = self.link.piece
+                self.link.submitted(self.number, piece, "proactive", self.now)
+                queued = max(0.0, self.free_at - self.now)
+                if self.now > start + seconds / 2:
+                    worst = max(worst, queued)
+                self.free_at = max(self.free_at, self.now) + piece / self.rate
+                self.under_way.append((self.free_at + self.trip_s, self.number))
+                self.number += 1
+            self.now, number = self.under_way.pop(0)
+            self.link.completed(number, self.now)
+        return worst
+
+
+@pytest.mark.parametrize("rate", [3e6, 25e6, 125e6, 1.25e9])
+@pytest.mark.parametrize("trip_s", [0.0002, 0.005])
+def test_bytes_under_way_wait_about_the_bound_and_the_link_stays_busy(rate: float, trip_s: float) -> None:
+    link = Link(window=32 << 20, delay_s=0.01)
+    queue = Queue(link, rate, trip_s)
+    waited = queue.run(4.0)
+    smallest = link.room.least / rate if link.room else 0.0
+    assert waited <= max(0.02, 1.5 * smallest)
+    assert link.rate >= 0.9 * rate
+
+
+def test_a_link_that_slows_down_gets_less_and_gets_it_back() -> None:
+    link = Link(window=8 << 20, delay_s=0.01)
+    queue = Queue(link, 125e6, 0.0005)
+    queue.run(2.0)
+    fast = link.limit
+    queue.rate = 25e6
+    assert queue.run(4.0) <= 0.02
+    assert link.limit < fast / 2
+    queue.rate = 125e6
+    queue.run(4.0)
+    assert link.limit > 0.7 * fast
+
+
+def test_little_to_send_does_not_change_the_limit() -> None:
+    link = Link(window=8 << 20, delay_s=0.01)
+    queue = Queue(link, 125e6, 0.0005)
+    queue.run(2.0)
+    limit, now = link.limit, queue.now + 1.0
+    queue.link.writes.clear()
+    link.in_flight = 0
+    for number in range(10_000, 10_020):
+        link.submitted(number, 1000, "proactive", now)
+        now += 0.001
+        link.completed(number, now)
+    assert link.limit == limit
+
+
+def test_a_fetch_in_service_leaves_bulk_a_quarter() -> None:
+    link = Link(window=8 << 20, delay_s=0.01)
+    link.urgent = 1
+    assert link.limit == FIRST_WINDOW // 4
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_is_under_way_stays_below_the_limit_and_one_turn(data: st.DataObject) -> None:
+    """As the core uses it: a turn is taken while the link is open, whatever completes when."""
+    link = Link(
+        window=data.draw(st.sampled_from([200_000, 8 << 20])),
+        chunk=data.draw(st.sampled_from([1000, 100_000, 1 << 20])),
+        delay_s=data.draw(st.sampled_from([0.0, 0.005, 0.05])),
+    )
+    link.add(1)
+    now, number = 0.0, 0
+    for _ in range(data.draw(st.integers(1, 60))):
+        while link.open:
+            before, limit, piece = link.in_flight, link.limit, link.piece
+            link.submitted(number, piece, "proactive", now)
+            number += 1
+            assert link.in_flight < limit + piece
+            assert before < limit
+        now += data.draw(st.sampled_from([0.0, 0.001, 0.05]))
+        write = data.draw(st.sampled_from(sorted(link.writes)))
+        nbytes = link.writes[write][0]
+        assert link.completed(write, now, placed=data.draw(st.booleans())) == (nbytes, "proactive")
+        assert link.in_flight == sum(nbytes for nbytes, _ in link.writes.values())
+        assert link.rate >= 0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvd.errors import InvalidArgument, NotFound, RemoteAccessError, ShuttingDown
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
+from kvd.transfer.delivery import REFUSED_GRACE_S
 from kvd.types import Role
 from kvd.wire import messages as wire
 from kvd_client.spec import TokenRange
@@ -220,8 +221,8 @@ def test_a_refused_write_waits_for_its_reason_and_sends_nothing_more() -> None:
     node, writes = refused_write()
     assert node.done(writes[1].write) == []
     assert node.ring(1, 0, 4) == []
-    assert node.core.next_timer() == 6.0
-    assert node.tick(5.9) == []
+    assert node.core.next_timer() == 5.0 + REFUSED_GRACE_S
+    assert node.tick(4.9 + REFUSED_GRACE_S) == []
     (end,) = node.hear(wire.Abort(transfer=1, **why("PROCESS_LOST")))
     assert isinstance(end, do.ReportEnd)
     assert end.code == "PROCESS_LOST"
@@ -229,7 +230,7 @@ def test_a_refused_write_waits_for_its_reason_and_sends_nothing_more() -> None:
 
 def test_a_refused_write_without_a_reason_fails_with_its_own_code() -> None:
     node, _ = refused_write()
-    out = node.tick(6.0)
+    out = node.tick(5.0 + REFUSED_GRACE_S)
     assert kinds(out) == ["SendAbort", "CancelWrites", "ReportEnd"]
     assert only(out, do.ReportEnd)[0].code == "REMOTE_ACCESS"
     assert node.core.next_timer() is None

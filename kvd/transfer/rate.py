@@ -1,0 +1,60 @@
+"""What a link carries, and how much may be under way on it, from nothing but submissions and confirmations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+MEMORY_S = 0.25
+"""How far back the measured rate looks, about."""
+MIN_SAMPLE_S, MIN_SAMPLE_BYTES = 0.01, 128 << 10
+"""Smaller samples say more about the clock and the event loop than about the link."""
+
+GROWTH, SHRINKAGE = 0.25, 0.5
+"""By how much the room can change in one round trip: a queue that is too long is in somebody's way."""
+
+
+@dataclasses.dataclass(slots=True)
+class RateEstimate:
+    """Bytes a second that the link has carried while it was kept busy; 0 while that is unknown."""
+
+    rate: float = 0.0
+    _since: float = 0.0
+    _bytes: int = 0
+
+    def begin(self, now: float) -> None:
+        """The link was idle and is not any more."""
+        self._since, self._bytes = now, 0
+
+    def completed(self, nbytes: int, now: float) -> None:
+        self._bytes += nbytes
+        took = now - self._since
+        if took >= MIN_SAMPLE_S and self._bytes >= MIN_SAMPLE_BYTES:
+            weight = min(1.0, took / MEMORY_S) if self.rate else 1.0
+            self.rate += weight * (self._bytes / took - self.rate)
+            self.begin(now)
+
+
+@dataclasses.dataclass(slots=True)
+class Room:
+    """Bytes under way such that they wait about ``delay_s`` in the link's queues, whatever its rate (as LEDBAT does).
+
+    The shortest time that a write has ever taken is the path without a queue; what a write takes beyond it is queue.
+    Steering by that delay needs no estimate of the rate, which would feed on itself: less under way, less carried,
+    a lower estimate, still less under way.
+    """
+
+    delay_s: float
+    least: int
+    most: int
+    nbytes: float
+    _base_s: float = math.inf
+
+    def completed(self, nbytes: int, took_s: float, *, full: bool) -> None:
+        """A write was confirmed ``took_s`` after its submission; ``full``: the room was used up meanwhile."""
+        self._base_s = min(self._base_s, took_s)
+        off = max(-1.0, min(1.0, 1.0 - (took_s - self._base_s) / self.delay_s))
+        if off > 0 and not full:
+            return  # nobody knows what more would have done
+        change = (GROWTH if off > 0 else SHRINKAGE) * off * min(1.0, nbytes / self.nbytes)
+        self.nbytes = max(self.least, min(self.most, self.nbytes * (1.0 + change)))
