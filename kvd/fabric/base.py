@@ -98,7 +98,8 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def cancel(self) -> None:
         """Drop whatever has not been started; ``done`` then fails with :class:`~kvd.errors.Aborted` once no byte
-        of the local memory is in use any more. Does nothing on an operation that is done; safe to call twice."""
+        of the local memory is in use any more, even if all of the operation had been started and it succeeds at the
+        far side. Does nothing on an operation that is done; safe to call twice."""
 
 
 class Bringup(Protocol):
@@ -118,8 +119,12 @@ class Endpoint(abc.ABC):
 
     counters: EndpointCounters
     on_message: Callable[[Lane, bytes], None]
-    """Called for each ``send`` and ``notify`` of the peer. Set by the owner right after ``connect`` returns."""
+    """Called for each ``send`` and ``notify`` of the peer. The endpoint serves its peer from the moment that the owner
+    sets it, which is right after ``connect`` returned; nothing that arrives before is lost. What it raises goes
+    to the event loop's exception handler."""
     on_lost: Callable[[KvdError], None]
+    """Called once when the connection has broken: with :class:`~kvd.errors.ProtocolError` if the peer sent what is not
+    the protocol, else with :class:`~kvd.errors.FabricError`. Set it before ``on_message``."""
 
     @abc.abstractmethod
     def write(
@@ -133,7 +138,8 @@ class Endpoint(abc.ABC):
         notify: bytes | None = None,
     ) -> Operation:
         """Copy ``descriptors`` (local offset in ``region``, remote offset in the grant, length) to the peer, then
-        ``then`` (the same form and grant: mask bytes), then deliver ``notify``.
+        ``then`` (the same form and grant: mask bytes), then deliver ``notify``. The arrays are the caller's again when
+        the call returns. Rows of length 0 move nothing, and their remote offset is not checked; the token always is.
 
         ``then``'s local bytes are read no earlier than the call and no later than completion. Raises
         :class:`~kvd.errors.InvalidArgument` for offsets outside ``region`` or negative lengths, and
@@ -170,7 +176,7 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def deregister(self, region: Region) -> None:
-        """Forget a region; its grants must have been revoked before. Idempotent."""
+        """Forget a region. Raises :class:`~kvd.errors.InvalidArgument` while a grant of it is open. Idempotent."""
 
     @abc.abstractmethod
     def grant(

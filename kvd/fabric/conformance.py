@@ -88,14 +88,14 @@ class Side:
     changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.endpoint.on_lost = self._on_lost
-        self.endpoint.on_message = self._on_message
+        self.endpoint.on_lost = self.on_lost
+        self.endpoint.on_message = self.on_message
 
-    def _on_lost(self, error: KvdError) -> None:
+    def on_lost(self, error: KvdError) -> None:
         self.lost.append(error)
         self.changed.set()
 
-    def _on_message(self, lane: Lane, message: bytes) -> None:
+    def on_message(self, lane: Lane, message: bytes) -> None:
         self.messages.append((lane, message))
         self.changed.set()
 
@@ -108,7 +108,7 @@ class Side:
     def memory(self, nbytes: int, fill: int | None = None) -> tuple[Bytes, Region]:
         """Registered memory: random, or filled with one value."""
         array = np.full(nbytes, fill, np.uint8) if fill is not None else _random(nbytes, nbytes)
-        return array, self.fabric.register(memoryview(array))
+        return array, self.fabric.register(array.data)
 
     def granted(
         self, nbytes: int, *, writable: bool = True, readable: bool = True, margin: int = 0, fill: int | None = 0
@@ -193,7 +193,7 @@ def _on_pair(test: _Test) -> Callable[[Any, Callable[[], Fabric]], None]:
 class FabricConformance:
     """What the contract promises, test by test. A subclass has the fixture ``make_fabric``; see the module."""
 
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] = staticmethod(asyncio.new_event_loop)  # type: ignore[assignment]
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = staticmethod(asyncio.new_event_loop)
     urgent_bound = 24 * MIB
     """Most bulk bytes that may be placed between the submission of an urgent message and its delivery."""
 
@@ -465,7 +465,14 @@ class FabricConformance:
         _, region = pair.left.memory(1000)
         _, grant = pair.right.granted(1000)
         largest = 2**63 - 1
-        wrong = [one(-1, 0, 1), one(0, 0, -1), one(1000, 0, 1), one(0, 0, 1001), one(1001, 0, 0), one(largest, 0, largest)]
+        wrong = [
+            one(-1, 0, 1),
+            one(0, 0, -1),
+            one(1000, 0, 1),
+            one(0, 0, 1001),
+            one(1001, 0, 0),
+            one(largest, 0, largest),
+        ]
         wrong += [np.zeros((2, 2), np.int64), np.zeros(3, np.int64), np.zeros((1, 3), np.float64)]
         for rows in wrong:
             with pytest.raises(InvalidArgument):
@@ -486,14 +493,18 @@ class FabricConformance:
 
     @_on_pair
     async def test_memory_that_can_not_be_registered(self, pair: Pair) -> None:
-        array = np.zeros((4, 4), np.int32)
-        for memory in (memoryview(b"read-only"), memoryview(array), memoryview(bytearray(8))[::2], memoryview(bytearray())):
+        for memory in (
+            memoryview(b"read-only"),
+            memoryview(bytearray(16)).cast("I"),
+            memoryview(bytearray(8))[::2],
+            memoryview(bytearray()),
+        ):
             with pytest.raises(InvalidArgument):
                 pair.left.fabric.register(memory)
 
     @_on_pair
     async def test_deregistered_regions(self, pair: Pair) -> None:
-        array, region = pair.left.memory(1000)
+        _, region = pair.left.memory(1000)
         grant = pair.left.fabric.grant(region, 0, 1000)
         with pytest.raises(InvalidArgument):
             pair.left.fabric.deregister(region)
@@ -576,9 +587,7 @@ class FabricConformance:
             source[:] = 1
             target, grant = pair.right.granted(size)
             rows = one(0, 0, size - 1)
-            write = pair.left.endpoint.write(
-                lane, region, grant.token, rows, then=one(0, size - 1, 1), notify=b"never"
-            )
+            write = pair.left.endpoint.write(lane, region, grant.token, rows, then=one(0, size - 1, 1), notify=b"never")
             await _until(lambda target=target: target[0] == 1)  # type: ignore[misc]
             await pair.right.fabric.revoke(grant)
             placed = int(target.sum())
@@ -611,32 +620,43 @@ class FabricConformance:
     @_on_pair
     async def test_loss_fails_everything(self, pair: Pair) -> None:
         """The peer goes away: every operation fails, then ``on_lost`` is called once."""
-        await self._check_end(pair, pair.right.endpoint.close)
+        ended = await self._end_amid_work(pair, pair.right.endpoint.close)
+        await pair.left.until(lambda: len(pair.left.lost) > 0)
+        await _turns(3)
+        assert ended[-1] is pair.left.lost[0]
         assert len(pair.left.lost) == 1
         assert pair.right.lost == []
 
     @_on_pair
     async def test_close_fails_everything(self, pair: Pair) -> None:
-        await self._check_end(pair, pair.left.endpoint.close)
+        await self._end_amid_work(pair, pair.left.endpoint.close)
         await pair.right.until(lambda: len(pair.right.lost) > 0)
+        await _turns(3)
         assert pair.left.lost == []
         assert len(pair.right.lost) == 1
 
     @_on_pair
     async def test_close_of_the_fabric(self, pair: Pair) -> None:
         closing: list[asyncio.Task[None]] = []
-        await self._check_end(pair, lambda: closing.append(asyncio.ensure_future(pair.left.fabric.close())))
+        await self._end_amid_work(pair, lambda: closing.append(asyncio.ensure_future(pair.left.fabric.close())))
         await closing[0]
         await pair.left.fabric.close()
+        assert pair.left.lost == []
 
-    async def _check_end(self, pair: Pair, end: Callable[[], object]) -> None:
+    async def _end_amid_work(self, pair: Pair, end: Callable[[], object]) -> list[object]:
+        """End the connection under 18 operations; what their ends and ``on_lost`` said, in that order."""
         size = 16 * MIB
         endpoint = pair.left.endpoint
         _, region = pair.left.memory(size)
         _, grant = pair.right.granted(size)
         operations: list[Operation] = []
         ended: list[object] = []
-        endpoint.on_lost = lambda error: (ended.append(error), pair.left._on_lost(error))  # type: ignore[assignment, func-returns-value]
+
+        def on_lost(error: KvdError) -> None:
+            ended.append(error)
+            pair.left.on_lost(error)
+
+        endpoint.on_lost = on_lost
         for lane in Lane:
             for _ in range(3):
                 operations.append(endpoint.write(lane, region, grant.token, one(0, 0, size), notify=b"n"))
@@ -645,32 +665,25 @@ class FabricConformance:
         for operation in operations:
             operation.done.add_done_callback(lambda done: ended.append(done.exception()))
         await _until(lambda: pair.right.endpoint.counters.bytes_received > 0)
-        operations[-1].cancel()
         end()
         await endpoint.wait_closed()
-        for operation in operations[:-1]:
-            await asyncio.wait([operation.done])
-        assert isinstance(operations[0].done.exception() or FabricError(""), FabricError)
-        unfinished = [operation.done.exception() for operation in operations if operation.done.exception()]
-        assert len(unfinished) > len(operations) // 2
-        assert all(isinstance(error, FabricError | Aborted) for error in unfinished)
-        for attempt in (
-            lambda: endpoint.write(Lane.BULK, region, grant.token, one(0, 0, 1)),
-            lambda: endpoint.read(Lane.BULK, region, grant.token, one(0, 0, 1)),
-            lambda: endpoint.send(Lane.URGENT, b"late"),
-        ):
-            with pytest.raises(FabricError):
-                attempt()
-        if pair.right.endpoint.counters and end == pair.right.endpoint.close:
-            await pair.left.until(lambda: len(pair.left.lost) > 0)
-            assert ended[-1] is pair.left.lost[0]
+        errors = [await failure(operation) for operation in operations]
+        assert sum(error is None for error in errors) < len(errors) // 2
+        assert all(error is None or type(error) is FabricError for error in errors)
+        with pytest.raises(FabricError):
+            endpoint.write(Lane.BULK, region, grant.token, one(0, 0, 1))
+        with pytest.raises(FabricError):
+            endpoint.read(Lane.BULK, region, grant.token, one(0, 0, 1))
+        with pytest.raises(FabricError):
+            endpoint.send(Lane.URGENT, b"late")
         for _ in range(2):
             endpoint.close()
             await endpoint.wait_closed()
-        for operation in operations:
-            operation.cancel()
+            for operation in operations:
+                operation.cancel()
         await _turns(3)
         assert len(ended) == len(operations) + len(pair.left.lost)
+        return ended
 
     @_on_pair
     async def test_close_inside_on_message(self, pair: Pair) -> None:
@@ -743,7 +756,7 @@ def open_descriptors() -> int:
 async def _until(condition: Callable[[], bool]) -> None:
     """Give the event loop its turns until ``condition`` holds, for what no callback tells."""
     while not condition():
-        await asyncio.sleep(0)
+        await _turns(1)
 
 
 async def _turns(count: int) -> None:

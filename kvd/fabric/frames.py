@@ -3,9 +3,10 @@
 A frame is a header of 64 bytes, little-endian, then ``runs`` descriptors of 16 bytes (remote offset, length), then
 ``payload`` bytes (``READ`` excepted: there ``payload`` says how many bytes are asked for)::
 
-    kind u8 | zero u8 | zero u16 | runs u32 | op u64 | payload u64 | low i64 | high u64 | token 16 bytes | number u64
+    kind u8 | urge u8 | zero u16 | runs u32 | op u64 | payload u64 | low i64 | high u64 | token 16 bytes | number u64
 
-``op`` names the operation among those that the sender has begun on this lane. ``low`` and ``high`` bound all of
+``urge`` is 1 in a frame whose ACK the sender waits for; without it the ACK may wait for later frames. ``op`` names
+the operation among those that the sender has begun on this lane. ``low`` and ``high`` bound all of
 the operation's remote bytes, in each of its frames, so that an operation is refused before its first byte lands.
 
 ==========  =====================================  ================================================================
@@ -101,19 +102,20 @@ class Header(NamedTuple):
     high: int = 0
     token: bytes = NO_TOKEN
     number: int = 0
+    urge: bool = False
 
 
 def pack_header(buffer: bytearray, offset: int, header: Header) -> None:
     """Write ``header`` at ``offset`` of ``buffer``."""
-    kind, runs, op, payload, low, high, token, number = header
-    HEADER.pack_into(buffer, offset, kind, 0, 0, runs, op, payload, low, high, token, number)
+    kind, runs, op, payload, low, high, token, number, urge = header
+    HEADER.pack_into(buffer, offset, kind, urge, 0, runs, op, payload, low, high, token, number)
 
 
 def unpack_header(buffer: bytes | bytearray, offset: int = 0) -> Header:
     """The header at ``offset``, or :class:`ProtocolError` naming what no sender of this version writes."""
-    number_of_kind, zero, zeros, runs, op, payload, low, high, token, number = HEADER.unpack_from(buffer, offset)
+    number_of_kind, urge, zeros, runs, op, payload, low, high, token, number = HEADER.unpack_from(buffer, offset)
     kind = _KINDS.get(number_of_kind)
-    if kind is None or zero or zeros:
+    if kind is None or urge > 1 or zeros:
         raise _malformed(f"a frame begins with the bytes {bytes(buffer[offset : offset + 4]).hex()}")
     if runs > (MAX_RUNS if kind in _WITH_RUNS else 0):
         raise _malformed(f"a {kind.name} frame announces {runs} descriptors", runs=runs)
@@ -122,7 +124,7 @@ def unpack_header(buffer: bytes | bytearray, offset: int = 0) -> Header:
     reasoned = kind is Kind.REFUSED or (kind is Kind.ANSWER and number != 0)
     if reasoned and number not in _REFUSALS:
         raise _malformed(f"a {kind.name} frame gives the reason {number}", reason_number=number)
-    return Header(kind, runs, op, payload, low, high, token, number)
+    return Header(kind, runs, op, payload, low, high, token, number, urge == 1)
 
 
 def refusal_of(header: Header) -> Refusal | None:

@@ -23,9 +23,17 @@ class Runs:
 
     __slots__ = ("ends", "high", "low", "nbytes", "rows")
 
+    ends: npt.NDArray[np.int64]
+    """Where each row ends among the list's bytes."""
+
     def __init__(self, rows: Descriptors) -> None:
         self.rows = rows
-        self.ends: npt.NDArray[np.int64] = np.cumsum(rows[:, 2])
+        if len(rows) == 1:  # the most common list by far, and NumPy's calls cost more than the arithmetic
+            _, self.low, self.nbytes = rows[0].tolist()
+            self.high = self.low + self.nbytes if self.low >= 0 else 0
+            self.ends = rows[:, 2]
+            return
+        self.ends = np.cumsum(rows[:, 2])
         self.nbytes = int(self.ends[-1]) if len(rows) else 0
         self.low = self.high = 0
         if len(rows):
@@ -72,6 +80,10 @@ def checked_runs(region: Region, descriptors: Any) -> Runs:
             shape=list(array.shape),
         )
     rows = array.astype(np.int64)  # a copy: the caller may reuse the array at once
+    if len(rows) == 1:
+        at, _, size = rows[0].tolist()
+        if size > 0 and 0 <= at <= region.nbytes - size:
+            return Runs(rows)
     local, length = rows[:, 0], rows[:, 2]
     # The offset is compared with what is left of the region, since offset + length might not fit into 64 bits.
     if int(rows[:, ::2].min()) < 0 or int(length.max()) > region.nbytes or bool((local > region.nbytes - length).any()):

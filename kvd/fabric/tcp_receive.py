@@ -7,6 +7,7 @@ all descriptors of its frame have been checked; what is refused goes to scratch 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 import numpy as np
@@ -40,6 +41,9 @@ LOOKAHEAD_BYTES = 4096
 BURST_BYTES = 1 << 20
 """How much is received before the event loop gets its turn."""
 
+LOW_WATER_BYTES, LEAST_LOW_WATER_BYTES = 1 << 20, 64 << 10
+"""How much of a payload is waited for (SO_RCVLOWAT), and the least for which that is worth a system call."""
+
 _scratch = bytearray(64 << 10)
 """Where refused payload goes; never read."""
 _SCRATCH_ADDRESS = address_of(_scratch)
@@ -51,19 +55,21 @@ class LaneIn:
     def __init__(
         self,
         lane: Lane,
-        fd: int,
+        sock: socket.socket,
         table: RegionTable,
         counters: EndpointCounters,
         out: LaneOut,
         deliver: Callable[[Lane, bytes], None],
     ) -> None:
         self.lane = lane
-        self.fd = fd
+        self._sock = sock
+        self._fd = sock.fileno()
         self._table = table
         self._counters = counters
         self._out = out
         self._deliver = deliver
         self._ended = False
+        self._low_water = 1
         self._staging = bytearray(STAGING_BYTES)
         self._staging_address = address_of(self._staging)
         self._start = self._end = 0
@@ -73,6 +79,9 @@ class LaneIn:
         self._header: Header | None = None
         """Of the frame whose payload is being received, or whose descriptors are."""
         self._frames = 0
+        self._acknowledged = 0
+        self._urged = False
+        """The peer waits for an ACK."""
         self._grant: Grant | None = None
         """Where the current frame's payload goes; None for a refused one. Keeps the memory alive."""
         self._then: Descriptors | None = None
@@ -88,21 +97,22 @@ class LaneIn:
         while budget > 0 and not self._ended:
             if self._vector.remaining:
                 asked = self._vector.remaining + LOOKAHEAD_BYTES
-                n, self._end = self._vector.receive(self.fd, self._staging_address, LOOKAHEAD_BYTES)
+                n, self._end = self._vector.receive(self._fd, self._staging_address, LOOKAHEAD_BYTES)
             else:
                 self._compact()
                 asked = STAGING_BYTES - self._end
                 self._vector.clear()
-                n, fresh = self._vector.receive(self.fd, self._staging_address + self._end, asked)
+                n, fresh = self._vector.receive(self._fd, self._staging_address + self._end, asked)
                 self._end += fresh
             if n < 0:
-                return
+                break
             if n == 0:
                 raise FabricError("the peer closed the connection")
             budget -= n
             self._parse()
             if n < asked:
-                return  # the socket is drained, most likely
+                break  # the socket is drained, most likely
+        self._set_low_water()
 
     def revoke(self, grant: Grant) -> None:
         """Let no more bytes land in ``grant``."""
@@ -119,6 +129,14 @@ class LaneIn:
         self._vector.clear()
         self._grant = None
         self._part = None
+
+    def _set_low_water(self) -> None:
+        """Be woken when a good part of the payload is there, not for each segment: a turn of the loop costs more."""
+        left = self._vector.remaining
+        mark = min(left, LOW_WATER_BYTES) if left >= LEAST_LOW_WATER_BYTES else 1
+        if mark != self._low_water and not self._ended:
+            self._low_water = mark
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
@@ -151,6 +169,12 @@ class LaneIn:
             self._finish(complete)
         if self._start == self._end:
             self._start = self._end = 0
+        # Not for each frame: an ACK costs both sides a system call and a turn of the loop. At the latest when
+        # nothing more is on its way.
+        if self._frames > self._acknowledged and (self._urged or not (self._end or self._vector.remaining)):
+            self._urged = False
+            self._acknowledged = self._frames
+            self._out.acknowledge(self._frames)
 
     def _begin(self, header: Header, runs_at: int) -> None:
         """Decide where the frame's payload goes."""
@@ -212,11 +236,17 @@ class LaneIn:
         if isinstance(access, Refusal) and header.op != self._refused_op:
             self._refused_op = header.op
             self._counters.access_errors += 1
-        self._out.answers.append(Answer(header.op, access, runs, header.payload))
+        self._out.answer(Answer(header.op, access, runs, header.payload))
 
     def _begin_data(self, header: Header) -> None:
         part = self._out.reads[0] if self._out.reads else None
-        if part is None or part.op.id != header.op or part.nbytes != header.payload or not header.payload or part.filled:
+        if (
+            part is None
+            or part.op.id != header.op
+            or part.nbytes != header.payload
+            or not header.payload
+            or part.filled
+        ):
             raise ProtocolError(
                 f"the peer sent {header.payload} bytes for read {header.op}, which did not ask for them; the "
                 "connection is closed"
@@ -253,7 +283,7 @@ class LaneIn:
                 self._counters.bytes_received += header.payload
             self._then = None
             self._frames += 1
-            out.acknowledge(self._frames)
+            self._urged |= header.urge
             if kind is Kind.MESSAGE or (kind is Kind.NOTIFY and header.op != self._refused_op):
                 self._counters.messages_received += 1
                 self._deliver(self.lane, bytes(self._bounce[: header.payload]))

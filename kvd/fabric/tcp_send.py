@@ -138,6 +138,8 @@ class LaneOut:
         self.reads: deque[ReadPart] = deque()
         """READs that have been sent, oldest first."""
         self.answers: deque[Answer] = deque()
+        self.dirty = False
+        """Something may have to be sent; cleared when there turns out to be nothing."""
         self.on_stopped: Callable[[TcpOperation], None] = lambda op: None
         """Called for a read whose memory must not be written any more."""
         self._table = table
@@ -152,6 +154,8 @@ class LaneOut:
         self._acked = 0
         self._unacked: deque[_Unacked] = deque()
         self._in_flight = 0
+        self._unurged = 0
+        """Bytes sent since the last frame that urged for its ACK."""
         self._refusals: deque[tuple[int, Refusal]] = deque()
         self._owed = 0
         """The number to acknowledge, and below it the one acknowledged last."""
@@ -170,8 +174,12 @@ class LaneOut:
 
     def submit(self, op: TcpOperation) -> TcpOperation:
         self._queue.append(op)
-        self._wake()
+        self._touch()
         return op
+
+    def _touch(self) -> None:
+        self.dirty = True
+        self._wake()
 
     def stop(self, op: TcpOperation, error: KvdError) -> None:
         """Send nothing more of ``op`` and fail it, at the latest when the batch has left."""
@@ -186,11 +194,17 @@ class LaneOut:
     def acknowledge(self, number: int) -> None:
         """Tell the peer that its frames up to ``number`` are dealt with."""
         self._owed = number
+        self.dirty = True
 
     def refuse(self, op: int, refusal: Refusal) -> None:
         """Tell the peer that its write ``op`` is refused; call it before the ``acknowledge`` that covers the frame."""
         self._refusals.append((op, refusal))
-        self._wake()
+        self._touch()
+
+    def answer(self, answer: Answer) -> None:
+        """Send back what the peer's READ asks for."""
+        self.answers.append(answer)
+        self.dirty = True
 
     @property
     def refusals(self) -> int:
@@ -214,6 +228,7 @@ class LaneOut:
                 f"the peer acknowledged frame {number} of {self._sent}; the connection is closed", number=number
             )
         self._acked = number
+        self.dirty = True  # the window has room again
         while self._unacked and self._unacked[0].number <= number:
             frame = self._unacked.popleft()
             self._in_flight -= frame.nbytes
@@ -234,6 +249,7 @@ class LaneOut:
         if part is None or part.op.id != op_id or (refusal is None and part.nbytes > 0 and not part.filled):
             raise ProtocolError(f"the peer answered read {op_id} out of turn; the connection is closed")
         self.reads.popleft()
+        self.dirty = True
         self._in_flight -= part.nbytes
         self._counters.bytes_in_flight[self.lane] = self._in_flight
         op = part.op
@@ -273,28 +289,30 @@ class LaneOut:
 
     def build(self, limit: int, payload: bool = True) -> int:
         """Begin a batch of about ``limit`` payload bytes, or of control frames only; its size, 0 if there is none."""
-        if not self.has_control and not (payload and self.has_payload):
+        op = self._next_op() if payload else None
+        if op is None and not (payload and self.answers) and not self.has_control:
             return 0
         self._vector.clear()
         self._arena_used = self._arena_added = self._batch_frames = 0
         self._add_control()
         if payload:
-            if self.answers and not (self._own_turn and self._next_op() is not None):
+            if self.answers and not (self._own_turn and op is not None):
                 self._own_turn = True
                 self._add_answer()
             else:
                 self._own_turn = False
                 added = 0
-                while added <= limit // 2 and self._batch_frames < MAX_BATCH_FRAMES:
-                    op = self._next_op()
-                    if op is None:
-                        break
+                while op is not None:
                     n = self._add_read(op, limit) if op.stages[0][0] is Kind.READ else self._add_frame(op, limit)
                     if n < 0:
                         break
                     added += n
+                    room = added <= limit // 2 and self._batch_frames < MAX_BATCH_FRAMES
+                    op = self._next_op() if room else None
         self._flush_arena()
         self._counters.bytes_in_flight[self.lane] = self._in_flight
+        # What the window or the rate holds back is looked at again when they permit it.
+        self.dirty = bool(self._queue or self.answers or self._refusals or self._owed > self._paid)
         return self._vector.nbytes
 
     def send(self) -> int:
@@ -363,7 +381,14 @@ class LaneOut:
                 rows, nbytes = body.cut(op.position, min(size, MAX_MESSAGE) if kind is Kind.THEN else size, most)
         self._begin(op)
         self._sent += 1
-        self._add_header(Header(kind, len(rows), op.id, nbytes, op.low, op.high, op.token, self._sent))
+        self._unurged += nbytes
+        whole = len(body) if isinstance(body, bytes) else body.nbytes
+        last = len(op.stages) == 1 and op.position + nbytes == whole
+        # In time for the window not to close while the far side waits for more to acknowledge.
+        urge = last or self._unurged >= self._inflight_bytes // 4 or self._sent % (MAX_UNACKED // 4) == 0
+        if urge:
+            self._unurged = 0
+        self._add_header(Header(kind, len(rows), op.id, nbytes, op.low, op.high, op.token, self._sent, urge))
         if isinstance(body, bytes):
             self._arena[self._arena_used : self._arena_used + nbytes] = body
             self._arena_used += nbytes
@@ -372,8 +397,8 @@ class LaneOut:
             self._flush_arena()
             self._vector.add_runs(op.base, rows[:, 0], rows[:, 2])
             self._counters.bytes_sent += nbytes
-        self._progress(op, nbytes, nbytes if isinstance(body, bytes) else body.nbytes)
-        self._unacked.append(_Unacked(self._sent, nbytes, op, not op.stages))
+        self._progress(op, nbytes, whole)
+        self._unacked.append(_Unacked(self._sent, nbytes, op, last))
         return nbytes
 
     def _add_read(self, op: TcpOperation, limit: int) -> int:

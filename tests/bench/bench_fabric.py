@@ -1,7 +1,7 @@
 """The tcp fabric beside a raw socket and memcpy, between two processes over 127.0.0.1.
 
-``python -m tests.bench.bench_fabric``. Rounds of the contestants alternate, and the ratios are medians over rounds, since
-whatever else the machine does hits all of them. CPU seconds are those of both processes.
+``python -m tests.bench.bench_fabric``. Rounds of the contestants alternate, and the ratios are medians over rounds,
+since whatever else the machine does hits all of them. CPU seconds are those of both processes.
 
 - W1: 256 MiB in one piece.
 - W2: 1,000 blocks of 36 KiB to scattered addresses, and for each 9 mask bytes that may be seen only after it,
@@ -37,6 +37,8 @@ MIB = 1 << 20
 ONE_PIECE = 256 * MIB
 BLOCKS, BLOCK, MASK, GROUP = 1000, 36 << 10, 9, 50
 SCATTERED = BLOCKS * BLOCK
+SMALL = 1000
+"""Round trips of W4."""
 MEMORY = ONE_PIECE
 """Memory of each side: W1 fills it, W2 uses the beginning for blocks and what follows for masks."""
 HEADER = struct.Struct("<qq")
@@ -74,6 +76,10 @@ def send_all(sock: socket.socket, parts: list[Any]) -> None:
 
 
 def raw_send(sock: socket.socket, memory: memoryview, workload: str) -> None:
+    if workload == "W4":
+        sock.sendall(bytes(64))
+        receive_exactly(sock, memoryview(bytearray(64)))
+        return
     if workload == "W1":
         send_all(sock, [HEADER.pack(0, ONE_PIECE), memory[:ONE_PIECE]])
     else:
@@ -89,6 +95,12 @@ def raw_send(sock: socket.socket, memory: memoryview, workload: str) -> None:
 def raw_receive(sock: socket.socket, memory: memoryview, workload: str) -> None:
     header = bytearray(HEADER.size)
     view = memoryview(header)
+    if workload == "W4":
+        body = memoryview(bytearray(64))
+        for _ in range(SMALL):
+            receive_exactly(sock, body)
+            sock.sendall(body)
+        return
     if workload == "W1":
         receive_exactly(sock, view)
         offset, length = HEADER.unpack(header)
@@ -165,7 +177,9 @@ def sink_process(pipe: Connection, streams: dict[Lane, socket.socket], raw: sock
 class Source:
     """The near process's contestants; each method is one round and returns its seconds."""
 
-    def __init__(self, endpoint: Endpoint, fabric: TcpFabric, token: bytes, pipe: Connection, raw: socket.socket) -> None:
+    def __init__(
+        self, endpoint: Endpoint, fabric: TcpFabric, token: bytes, pipe: Connection, raw: socket.socket
+    ) -> None:
         self.memory = np.random.default_rng(3).integers(0, 256, MEMORY, np.uint8)
         self.copy = np.ones(MEMORY, np.uint8)
         self.region = fabric.register(memoryview(self.memory))
@@ -257,7 +271,9 @@ class Source:
         return int(self.pipe.recv())
 
 
-async def measure(rounds: int, pipe: Connection, streams: dict[Lane, socket.socket], raw: socket.socket) -> dict[str, Any]:
+async def measure(
+    rounds: int, pipe: Connection, streams: dict[Lane, socket.socket], raw: socket.socket
+) -> dict[str, Any]:
     fabric = TcpFabric()
     endpoint = await fabric.connect(Bringup(streams, pipe))
     source = Source(endpoint, fabric, pipe.recv_bytes(), pipe, raw)
@@ -287,9 +303,15 @@ async def measure(rounds: int, pipe: Connection, streams: dict[Lane, socket.sock
             for name in times
         }
     small: dict[str, list[float]] = {"message": [], "write_notify": [], "placed": []}
-    for _ in range(1000):
+    for _ in range(SMALL):
         for name in small:
             small[name].append(await getattr(source, name)())
+    pipe.send(("raw", "W4"))
+    small["raw"] = []
+    for _ in range(SMALL):
+        begin = time.perf_counter()
+        raw_send(raw, memoryview(source.memory), "W4")
+        small["raw"].append(time.perf_counter() - begin)
     results["W4_us"] = {name: round(statistics.median(values) * 1e6, 1) for name, values in small.items()}
     launches = [await source.launch() for _ in range(200)]
     results["write_1000x512B_us"] = round(statistics.median(launches) * 1e6, 1)
@@ -328,9 +350,7 @@ def main() -> None:
     process.start()
     for pair in lanes.values():
         pair[1].close()
-    results = uvloop.run(
-        measure(arguments.rounds, near, {lane: pair[0] for lane, pair in lanes.items()}, raw[0])
-    )
+    results = uvloop.run(measure(arguments.rounds, near, {lane: pair[0] for lane, pair in lanes.items()}, raw[0]))
     process.join()
     results["load"] = os.getloadavg()[0]
     if arguments.json:
