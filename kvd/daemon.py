@@ -283,10 +283,13 @@ class Daemon:
                     age_s=now - part.opened,
                     mode=part.mode,
                     paths={name: count for name, count in part.paths.items() if count},
+                    budget_bytes=part.paths["budget_tokens"] * part.layout.token_bytes,
                 )
                 for part in core.parts.values()
             ],
             counters=counters,
+            profiles=self._profiles.installed(),
+            recordings=self._profiles.recorded(),
         )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import structlog
 
+from kvd.blocks import block_bounds
 from kvd.errors import Busy, InvalidArgument, InvalidProfile, NotFound
 from kvd.importance.counts import SelectionCounts
 from kvd.profiling import files
 from kvd.profiling.profile import Profile, ProfileGroup, for_model
 from kvd.profiling.recorder import group_range
 from kvd.transfer.policy import Profiled
+from kvd_client.protocol import ProfileStatus, RecordingStatus
 from kvd_client.spec import KVSpec
 
 log = structlog.get_logger("kvd.profiles")
@@ -45,11 +49,12 @@ class Profiles:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._profiles: dict[tuple[str, str, str], Profile] = {}
+        self._fingerprints: dict[tuple[str, str, str], str] = {}
         self._recordings: dict[tuple[str, str, str, int], _Recording] = {}
-        for path in sorted(folder.glob("*.kvdprofile")) if folder is not None and folder.is_dir() else []:
+        for path in _by_age(folder) if folder is not None else []:
             try:
                 self._take(files.read(path))
-            except InvalidProfile as error:
+            except (InvalidProfile, InvalidArgument) as error:
                 # One bad file must not keep the node from serving; `kvd profile check` says what is wrong with it.
                 log.warning("profile not used", file=str(path), reason=error.message)
 
@@ -64,8 +69,15 @@ class Profiles:
         """
         profile = files.decode(data, "the profile")
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            files.write(profile, self._folder / f"{files.fingerprint(profile)[:16]}.kvdprofile")
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InvalidArgument(
+                    f"the folder for profiles, {str(self._folder)!r}, can't be made: {error.strerror}; see "
+                    "selective.profiles in the configuration",
+                    file=str(self._folder),
+                ) from None
+            files.write(profile, self._folder / _file_name(profile))
         self._take(profile)
         return profile
 
@@ -102,22 +114,24 @@ class Profiles:
                 f"{len(counts)} bytes of counts do not fit {spec.layers} layers, {blocks} blocks and {steps} steps",
                 blocks=blocks,
             )
-        length = max(lengths)
-        key = (spec.model, spec.revision, selector, group_range(length)[0])
+        model = (spec.model, spec.revision, selector)
+        key = (*model, group_range(max(lengths))[0])
+        # All groups of a profile must fit together, whatever their lengths.
+        for known, other in self._recordings.items():
+            mine = [spec.layers, spec.kv_heads, blocks]
+            theirs = [other.spec.layers, other.spec.kv_heads, other.counts.blocks]
+            if known[:3] == model and mine != theirs:
+                raise InvalidArgument(
+                    f"selections of {spec.model} are being recorded with {theirs[0]} layers, {theirs[1]} KV heads and "
+                    f"{theirs[2]} blocks, not {mine}",
+                    differ=[theirs, mine],
+                )
         recording = self._recordings.get(key)
         if recording is None:
             if len(self._recordings) >= MAX_RECORDINGS:
                 raise Busy(f"selections of {MAX_RECORDINGS} models and lengths are being recorded; export and restart")
             recording = _Recording(spec, SelectionCounts(spec.layers, blocks))
-        elif recording.counts.blocks != blocks:
-            raise InvalidArgument(
-                f"selections of {spec.model} are being recorded in {recording.counts.blocks} blocks, not {blocks}",
-                blocks=[recording.counts.blocks, blocks],
-            )
-        added = SelectionCounts(spec.layers, blocks)
-        for layer, selected in enumerate(np.frombuffer(counts, np.float32).reshape(spec.layers, blocks)):
-            added.add(layer, selected, length=length, heads=heads * len(lengths), steps=steps)
-        recording.counts.merge(added)
+        recording.counts.merge(_checked_counts(spec.layers, blocks, counts, lengths, heads * steps))
         recording.prompts += len(lengths)
         recording.steps += steps * len(lengths)
         self._recordings[key] = recording
@@ -132,7 +146,8 @@ class Profiles:
                 f"{', '.join(known) or 'nothing'}",
                 model=model,
             )
-        spec = next(iter(found.values())).spec
+        spec = list(found.values())[-1].spec  # of several revisions, the one that was begun last
+        found = {key: r for key, r in found.items() if key[1] == spec.revision}
         groups = tuple(
             ProfileGroup(key[3], 2 * key[3], r.counts.matrix(), r.prompts, r.steps) for key, r in found.items()
         )
@@ -148,8 +163,37 @@ class Profiles:
         )
         return files.encode(for_model(profile, spec))
 
+    def installed(self) -> list[ProfileStatus]:
+        """The profiles in use, for status."""
+        return [
+            ProfileStatus(
+                model=profile.model,
+                revision=profile.revision,
+                selector=profile.selector,
+                groups=[(group.low, group.high) for group in profile.groups],
+                fingerprint=self._fingerprints[key],
+            )
+            for key, profile in sorted(self._profiles.items())
+        ]
+
+    def recorded(self) -> list[RecordingStatus]:
+        """What could be exported, for status."""
+        return [
+            RecordingStatus(
+                model=model,
+                revision=revision,
+                selector=selector,
+                low=low,
+                high=2 * low,
+                prompts=recording.prompts,
+                steps=recording.steps,
+            )
+            for (model, revision, selector, low), recording in sorted(self._recordings.items())
+        ]
+
     def _take(self, profile: Profile) -> None:
-        self._profiles[profile.model, profile.revision, profile.selector] = profile
+        key = (profile.model, profile.revision, profile.selector)
+        self._profiles[key], self._fingerprints[key] = profile, files.fingerprint(profile)
 
     def _find(self, spec: KVSpec, selector: str) -> Profile | None:
         exact = self._profiles.get((spec.model, spec.revision, selector))
@@ -160,3 +204,38 @@ class Profiles:
             p for (model, revision, _), p in self._profiles.items() if (model, revision) == (spec.model, spec.revision)
         ]
         return max(mine, key=lambda profile: profile.created, default=None)
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """The folder's profile files, the newest last: of two for one model, it is the one in use."""
+    aged = []
+    for path in folder.glob("*.kvdprofile") if folder.is_dir() else []:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            aged.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(aged)]
+
+
+def _file_name(profile: Profile) -> str:
+    """One file for each model, revision and selector, so that what is installed replaces what was."""
+    key = "\0".join((profile.model, profile.revision, profile.selector))
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.kvdprofile"
+
+
+def _checked_counts(layers: int, blocks: int, counts: bytes, lengths: tuple[int, ...], chances: int) -> SelectionCounts:
+    """Counts of all rows together, with ``chances`` to be selected for each token; rows of other lengths have other
+    tokens in a block, so that each row's are added up."""
+    added = SelectionCounts(layers, blocks)
+    added.chances[:] = float(chances) * sum(np.diff(block_bounds(length, blocks)) for length in lengths)
+    selected = np.frombuffer(counts, np.float32).reshape(layers, blocks).astype(np.float64)
+    # Written so that NaN is wrong too; float32 may have rounded up.
+    wrong = np.argwhere(~((selected >= 0) & (selected <= added.chances * (1 + 2**-23))))
+    if wrong.size:
+        layer, block = wrong[0].tolist()
+        raise InvalidArgument(
+            f"layer {layer}, block {block} has {selected[layer, block]:g} selections and "
+            f"{added.chances[layer, block]:g} chances; count each selection once",
+            layer=layer,
+            block=block,
+        )
+    np.minimum(selected, added.chances, out=added.selected)
+    return added

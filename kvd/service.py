@@ -68,6 +68,8 @@ class Service:
         self._next_fetch = 1
         self._uploads: dict[int, bytearray] = {}
         """Profile files on their way in, by client."""
+        self._downloads: dict[int, bytes] = {}
+        """Profile files on their way out, by client: what is recorded meanwhile must not get into later pieces."""
 
     # --- for the API server -----------------------------------------------------------------------------------------
 
@@ -85,9 +87,7 @@ class Service:
             case api.ReportSelections():
                 self._report_selections(client, request)
             case api.ExportProfile():
-                data = self._profiles.export(request.model, request.selector)
-                piece = data[max(0, request.offset) :][:PROFILE_PIECE]
-                return api.ProfileData(data=piece, total=len(data))
+                return self._export_profile(client, request)
             case api.GetStatus():
                 return self._status()
             case api.Finish():
@@ -127,6 +127,7 @@ class Service:
         """The process is gone: everything it had comes back."""
         self._lost.add(client.id)
         self._uploads.pop(client.id, None)
+        self._downloads.pop(client.id, None)
         self._engine.submit(ev.ClientLost(client.id))
 
     # --- for the engine ---------------------------------------------------------------------------------------------
@@ -253,6 +254,8 @@ class Service:
         return api.Ok()
 
     def _install_profile(self, client: ClientSession, request: api.InstallProfile) -> None:
+        if request.offset == 0:
+            self._uploads[client.id] = bytearray()  # whatever an earlier attempt left
         data = self._uploads.setdefault(client.id, bytearray())
         if request.offset != len(data) or len(data) + len(request.data) > MAX_FILE:
             del self._uploads[client.id]
@@ -266,6 +269,14 @@ class Service:
             del self._uploads[client.id]
             profile = self._profiles.install(bytes(data))
             log.info("profile installed", model=profile.model, selector=profile.selector, groups=len(profile.groups))
+
+    def _export_profile(self, client: ClientSession, request: api.ExportProfile) -> api.ProfileData:
+        data = self._downloads.pop(client.id, b"") if request.offset > 0 else b""
+        data = data or self._profiles.export(request.model, request.selector)
+        stop = max(0, request.offset) + PROFILE_PIECE
+        if stop < len(data):
+            self._downloads[client.id] = data
+        return api.ProfileData(data=data[max(0, request.offset) : stop], total=len(data))
 
     def _report_selections(self, client: ClientSession, request: api.ReportSelections) -> None:
         opened = self._opened.get(request.transfer)

@@ -6,7 +6,6 @@ The commands only: what they need is imported when one runs.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,16 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvd.cli import profile_daemon, profile_link, profile_record
+from kvd.cli.output import number, printable, seconds, table, write_parts
 from kvd.units import Rate, about, format_rate
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from kvd.profiling.compare import Likeness
-
-WIDTH = 80
-"""Columns where no terminal says otherwise."""
 
 MAX_TIMES = 12
 _BARS = "▁▂▃▄▅▆▇█"
@@ -33,6 +30,10 @@ profile_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+profile_app.command()(profile_record.record)
+profile_app.command()(profile_daemon.install)
+profile_app.command()(profile_link.link)
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="FILE", help="Profile file.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
@@ -49,7 +50,7 @@ def show(file: ProfileFile, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        _print(_shown(found))
+        write_parts(_shown(found))
 
 
 @profile_app.command()
@@ -79,7 +80,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(_compared_fields(found)))
     else:
-        _print(_compared(found))
+        write_parts(_compared(found))
 
 
 @profile_app.command()
@@ -95,33 +96,6 @@ def plot(
 
     draw(read(file), output)
     typer.echo(f"{printable(str(output))}: written")
-
-
-def printable(text: str) -> str:
-    """The text with ``?`` for what would steer a terminal: names and notes come from files of others."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _print(parts: Iterable[str | Table]) -> None:
-    """Lines as they are, tables as wide as the terminal; plain text where none is."""
-    from rich.console import Console
-
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
-    console: Console = Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Numbers: every column but the first to the right."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for at, head in enumerate(heads):
-        table.add_column(head, justify="right" if at else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _shown(found: Mapping[str, Any]) -> Iterator[str | Table]:
@@ -148,7 +122,7 @@ def _shown(found: Mapping[str, Any]) -> Iterator[str | Table]:
 
 def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
     bars = _encodable(_BARS)
-    return _table(
+    return table(
         ("TOKENS", "PROMPTS", "STEPS", "MEAN", "MISS 1/2", "MISS 1/4", "BY POSITION"),
         [
             (
@@ -166,7 +140,7 @@ def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
 
 def _times_table(times: Sequence[Mapping[str, Any]]) -> Table:
     step = -(-len(times) // MAX_TIMES)
-    return _table(
+    return table(
         ("TOKENS", "PREFILL", "TRANSFER", "RATIO", "BUDGET"),
         [
             (
@@ -189,7 +163,7 @@ def _compared(found: Likeness) -> Iterator[str | Table]:
         f"top half shared {number(found.overlap)}"
     )
     yield ""
-    yield _table(
+    yield table(
         ("TOKENS", "AGAINST", "PEARSON", "SPEARMAN", "TOP HALF"),
         [
             (
@@ -203,7 +177,7 @@ def _compared(found: Likeness) -> Iterator[str | Table]:
         ],
     )
     yield ""
-    yield _table(
+    yield table(
         ("LAYER", "PEARSON", "SPEARMAN"),
         [(str(layer.layer), number(layer.pearson), number(layer.spearman)) for layer in found.layers()],
     )
@@ -232,18 +206,6 @@ def _compared_fields(found: Likeness) -> dict[str, Any]:
             for group in found.groups
         ],
     }
-
-
-def number(value: float | None) -> str:
-    """Three decimals; a dash for what is not defined."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def seconds(value: float) -> str:
-    """``0.8ms``, ``125ms``, ``3.2s``: three digits or fewer."""
-    if value < 0.9995:
-        return f"{1e3 * value:.1f}ms" if value < 0.00995 else f"{1e3 * value:.0f}ms"
-    return f"{value:.1f}s" if value < 99.95 else f"{value:.0f}s"
 
 
 def _bars(values: Sequence[float]) -> str:

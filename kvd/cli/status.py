@@ -6,24 +6,30 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import typer
 
 from kvd.cli import config as configuration
+from kvd.cli.output import printable
 from kvd.errors import ConfigError
 from kvd.host import SYSTEM_SOCKET, Host
 from kvd.units import about
 from kvd_client import Client
-from kvd_client.protocol import MemoryStatus, PeerStatus, Status, TransferStatus
+from kvd_client.protocol import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, Status, TransferStatus
 
 EXIT_OK, EXIT_DEGRADED = 0, 1
 BAR = 20
 MAX_TRANSFERS = 50
 MIN_WIDTH = 74
 NARROWEST = 8
+FINGERPRINT = 12
+"""Digits of a fingerprint that are shown; --json has all."""
+
+PATHS = {"proactive": "proactive", "on_demand": "on-demand", "speculative": "speculative", "metadata": "metadata"}
+"""The keys of counts by path, and what people call them."""
 
 
 def status(socket: str | None, config: Path | None, *, as_json: bool, watch_s: float | None) -> int:
@@ -84,19 +90,31 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield f"  listen   {found.listen}"
     yield f"  socket   {found.socket}  ({found.clients} client{'s' * (found.clients != 1)})"
     yield f"  fabric   {found.fabric}, kernels {found.kernels}"
-    yield f"  memory   {_memory(found.memory)}"
+    yield from _field("memory", _memory(found.memory), width)
+    yield from _field("sent", _by_path(found.counters, "bytes_sent_"), width)
     yield ""
     yield from _peers(found.peers, width)
     yield ""
     yield from _transfers(found.transfers, width)
+    if found.profiles:
+        yield ""
+        yield from _profiles(found.profiles, width)
+    if found.recordings:
+        yield ""
+        yield from _recordings(found.recordings, width)
 
 
-def _memory(memory: MemoryStatus) -> str:
-    pages = "huge pages" if memory.huge_pages else "small pages"
-    return (
-        f"{about(memory.in_use)} in use by {memory.leases} lease{'s' * (memory.leases != 1)}, "
-        f"{about(memory.registered)} registered of {about(memory.limit)}, {pages}"
-    )
+def _field(name: str, items: Sequence[str], width: int) -> Iterator[str]:
+    for at, line in enumerate(filled(items, width - 11)):
+        yield f"  {'' if at else name:7}  {line}"
+
+
+def _memory(memory: MemoryStatus) -> list[str]:
+    return [
+        f"{about(memory.in_use)} in use by {memory.leases} lease{'s' * (memory.leases != 1)}",
+        f"{about(memory.registered)} registered of {about(memory.limit)}",
+        "huge pages" if memory.huge_pages else "small pages",
+    ]
 
 
 def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
@@ -132,9 +150,65 @@ def _transfers(transfers: Sequence[TransferStatus], width: int) -> Iterator[str]
                 duration(part.age_s),
             )
         )
-    yield from columns(rows, right=(5, 6), give=(0, 2, 3), width=width)
+    table = columns(rows, right=(5, 6), give=(0, 2, 3), width=width)
+    yield table[0]
+    for part, line in zip(transfers, table[1:], strict=False):
+        yield line
+        if part.mode not in ("", "full"):
+            yield from (clip(f"  {text}", width) for text in _selective(part, width - 2))
     if len(transfers) > MAX_TRANSFERS:
         yield f"and {len(transfers) - MAX_TRANSFERS} more; --json lists all"
+
+
+def _selective(part: TransferStatus, width: int) -> Iterator[str]:
+    """What a selective transfer was to push, and what really went which way."""
+    items = _by_path(part.paths, "")
+    if part.role == "source":
+        items.insert(0, f"budget {about(part.budget_bytes)}" if part.budget_bytes else "no fixed budget")
+    for name, unit in (("fetches", "fetch"), ("windows", "idle window")):
+        if count := part.paths.get(name, 0):
+            items.append(f"{count} {unit}{('es' if name == 'fetches' else 's') * (count != 1)}")
+    return filled([f"{part.mode}: {items[0]}", *items[1:]] if items else [part.mode], width)
+
+
+def _by_path(counts: Mapping[str, int], prefix: str) -> list[str]:
+    """``proactive 1.5 GiB``, ``on-demand 12 MiB`` …: the bytes that are not 0."""
+    named = ((name, counts.get(f"{prefix}{path}", 0)) for path, name in PATHS.items())
+    return [f"{name} {about(count)}" for name, count in named if count]
+
+
+def filled(items: Sequence[str], width: int) -> Iterator[str]:
+    """The items with commas between them, as lines of at most ``width`` columns unless one item is longer."""
+    line = ""
+    for item in items:
+        if line and len(line) + len(item) + 3 > width:
+            yield f"{line},"
+            line = ""
+        line = f"{line}, {item}" if line else item
+    if line:
+        yield line
+
+
+def _profiles(profiles: Sequence[ProfileStatus], width: int) -> Iterator[str]:
+    rows = [("PROFILE", "SELECTOR", "PROMPT TOKENS", "GROUPS", "SHA256")]
+    for profile in profiles:
+        low, high = min(low for low, _ in profile.groups), max(high for _, high in profile.groups)
+        name = _model(profile.model, profile.revision)
+        row = (name, profile.selector, f"{low}-{high - 1}", str(len(profile.groups)), profile.fingerprint[:FINGERPRINT])
+        rows.append(row)
+    yield from columns(rows, right=(3,), give=(0, 1), width=width)
+
+
+def _recordings(recordings: Sequence[RecordingStatus], width: int) -> Iterator[str]:
+    rows = [("RECORDED", "SELECTOR", "PROMPT TOKENS", "PROMPTS", "STEPS")]
+    for one in recordings:
+        name = _model(one.model, one.revision)
+        rows.append((name, one.selector or "-", f"{one.low}-{one.high - 1}", str(one.prompts), str(one.steps)))
+    yield from columns(rows, right=(3, 4), give=(0, 1), width=width)
+
+
+def _model(model: str, revision: str) -> str:
+    return f"{model} at {revision}" if revision else model
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int], give: Sequence[int], width: int) -> list[str]:
@@ -156,11 +230,6 @@ def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int], give: Sequen
             cells.append(cell.rjust(sizes[i]) if i in right else cell.ljust(sizes[i]))
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def printable(text: str) -> str:
-    """The text with ``?`` for what would steer a terminal: names and reasons come from other processes and hosts."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def clip(text: str, width: int) -> str:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvd.cli.main import app
-from kvd.cli.profile import number, seconds
+from kvd.cli.output import number, seconds
 from kvd.profiling.files import fingerprint, write
 from kvd.profiling.profile import ProfileGroup
 from kvd.profiling.timing import Times

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from kvd.cli import status as status_module
 from kvd.cli.main import app
-from kvd.cli.status import bar, columns, duration, printable, render
+from kvd.cli.output import printable
+from kvd.cli.status import bar, columns, duration, filled, render, to_json
 from kvd.errors import DaemonUnreachable
-from kvd_client.protocol import MemoryStatus, PeerStatus, Status, TransferStatus
+from kvd_client.protocol import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, Status, TransferStatus
 
 PEER = PeerStatus(node="b", address="10.0.0.2:7440", state="connected", bytes_sent=3 << 29)
 PART = TransferStatus(
@@ -58,7 +59,8 @@ def test_what_people_see() -> None:
         "  listen   10.0.0.1:7440\n"
         "  socket   /run/kvd/kvd.sock  (1 client)\n"
         "  fabric   tcp, kernels avx2\n"
-        "  memory   1.5 MiB in use by 2 leases, 256 MiB registered of 4.0 GiB, small pages\n"
+        "  memory   1.5 MiB in use by 2 leases, 256 MiB registered of 4.0 GiB,\n"
+        "           small pages\n"
         "\n"
         "PEER  STATE      ADDRESS           SENT  RECEIVED\n"
         "b     connected  10.0.0.2:7440  1.5 GiB       0 B\n"
@@ -106,6 +108,92 @@ def test_request_ids_of_any_length_leave_the_columns_in_place(
     lines = [printable(line) for line in render(status, width=width)]
     assert all(len(line) <= width for line in lines[7:])
     assert all(line.isprintable() for line in lines)
+
+
+SELECTIVE = replace(
+    PART,
+    mode="speculative",
+    budget_bytes=3 << 20,
+    paths={
+        "proactive": 3 << 20,
+        "on_demand": 12 << 10,
+        "speculative": 300 << 10,
+        "metadata": 1 << 20,
+        "fetches": 1,
+        "windows": 14,
+        "budget_tokens": 77,
+    },
+)
+PROFILE = ProfileStatus(
+    model="org/model", revision="abc", selector="quest", groups=[(512, 1024), (1024, 2048)], fingerprint="0f" * 32
+)
+RECORDING = RecordingStatus(model="org/model", revision="", selector="", low=1024, high=2048, prompts=12, steps=190)
+
+
+def test_a_selective_transfer_shows_its_budget_and_what_went() -> None:
+    lines = list(render(replace(STATUS, transfers=[SELECTIVE, PART])))
+    at = next(i for i, line in enumerate(lines) if line.startswith("REQUEST"))
+    assert lines[at + 2 : at + 4] == [
+        "  speculative: budget 3.0 MiB, proactive 3.0 MiB, on-demand 12.0 KiB,",
+        "  speculative 300 KiB, metadata 1.0 MiB, 1 fetch, 14 idle windows",
+    ]
+    assert lines[at + 4].startswith("cmpl-7f3a")
+    assert lines[at + 5 :] == []
+
+
+def test_without_a_fixed_budget_the_source_says_so_and_the_sink_nothing() -> None:
+    bare = replace(SELECTIVE, budget_bytes=0, paths={"fetches": 2})
+    assert "  speculative: no fixed budget, 2 fetches" in render(replace(STATUS, transfers=[bare]))
+    assert "  speculative" in render(replace(STATUS, transfers=[replace(bare, role="sink", paths={})]))
+    assert "  speculative: 2 fetches" in render(replace(STATUS, transfers=[replace(bare, role="sink")]))
+
+
+def test_bytes_by_path_profiles_and_recordings() -> None:
+    counters = {"bytes_sent_proactive": 3 << 30, "bytes_sent_on_demand": 1023 << 20, "bytes_sent_metadata": 0}
+    lines = list(render(replace(STATUS, counters=counters, profiles=[PROFILE], recordings=[RECORDING])))
+    assert "  sent     proactive 3.0 GiB, on-demand 1023 MiB" in lines
+    assert lines[-6:] == [
+        "",
+        "PROFILE           SELECTOR  PROMPT TOKENS  GROUPS  SHA256",
+        "org/model at abc  quest     512-2047            2  0f0f0f0f0f0f",
+        "",
+        "RECORDED   SELECTOR  PROMPT TOKENS  PROMPTS  STEPS",
+        "org/model  -         1024-2047           12    190",
+    ]
+
+
+def test_the_widest_of_everything_fits_80_columns() -> None:
+    large = dict.fromkeys(("proactive", "on_demand", "speculative", "metadata"), 1023 << 30)
+    wide = replace(SELECTIVE, paths=large | {"fetches": 10**9, "windows": 10**9}, budget_bytes=1023 << 30)
+    profile = replace(PROFILE, model="m" * 200, selector="s" * 99, groups=[(1 << 23, 1 << 24)])
+    recording = replace(RECORDING, model="m" * 200, selector="s" * 99, low=1 << 23, high=1 << 24, steps=10**9)
+    status = replace(
+        STATUS,
+        transfers=[wide, replace(wide, role="sink")],
+        counters={f"bytes_sent_{name}": count for name, count in large.items()},
+        profiles=[profile],
+        recordings=[recording],
+    )
+    lines = list(render(status))
+    assert max(map(len, lines)) <= 80
+    assert sum("metadata 1023 GiB" in line for line in lines) == 3
+
+
+def test_json_has_it_all() -> None:
+    status = replace(STATUS, transfers=[SELECTIVE], profiles=[PROFILE], recordings=[RECORDING])
+    found = json.loads(to_json(status))
+    assert found["transfers"][0]["paths"] == SELECTIVE.paths
+    assert found["transfers"][0]["budget_bytes"] == 3 << 20
+    assert found["profiles"][0]["groups"] == [[512, 1024], [1024, 2048]]
+    assert found["profiles"][0]["fingerprint"] == "0f" * 32
+    assert found["recordings"][0]["steps"] == 190
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=30), max_size=9), st.integers(32, 60))
+def test_filled_lines_keep_every_item(items: list[str], width: int) -> None:
+    lines = list(filled(items, width))
+    assert [item for line in lines for item in line.rstrip(",").split(", ")] == items
+    assert all(len(line) <= width for line in lines)
 
 
 def test_columns_shorten_only_what_may_be_shortened() -> None:
