@@ -91,7 +91,7 @@ class Book:
             if part.writes and (error is not None or unsent):
                 self.emit(do.CancelWrites(part.transfer))
         elif isinstance(part, SinkPart):
-            if part.mode == "speculative":
+            if part.mode == "speculative" and before is State.RUNNING:
                 self.emit(do.WantWindows(part.transfer, False))
             if error is not None:
                 for number in part.fetches:

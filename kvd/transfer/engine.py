@@ -237,12 +237,12 @@ class Engine:
 
     def _do_send_message(self, instruction: do.SendMessage) -> None:
         session = self._sessions.get(instruction.session)
-        if session is not None:
+        if session is not None and session.error is None:  # else SessionLost is on its way
             session.send(instruction.message)
 
     def _do_send_open(self, instruction: do.SendOpen) -> None:
         session = self._sessions.get(instruction.session)
-        if session is None:
+        if session is None or session.error is not None:
             return  # SessionLost is on its way
         record = self._records[instruction.transfer]
         region = record.lease.region(session.fabric.name)

@@ -18,7 +18,7 @@ from kvd.transfer.handle import parse_handle
 from kvd.transfer.part import SourcePart, State
 from kvd.types import NodeId, Role
 from kvd.wire.messages import Open
-from kvd_client.spec import TokenRange
+from kvd_client.spec import PartLayout, TokenRange
 
 MISFITS = (FingerprintMismatch, UnsupportedLayout, InvalidArgument)
 """Refusals that are about the sink: the source goes on waiting for one that fits."""
@@ -60,6 +60,7 @@ def why_not(part: SourcePart, message: Open) -> KvdError | None:
         "lengths": [list(part.lengths), message.lengths],
         "layers": [mine.layers, theirs.layers],
         "entry_bytes": [mine.entry_bytes, theirs.entry_bytes],
+        "metadata": [_arrays(mine), _arrays(theirs)],
     }
     differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if theirs.capacity < max(part.lengths):
@@ -104,6 +105,11 @@ def no_rendezvous(request: str, missing: Role, seconds: float, peer: NodeId = ""
         request=request,
         missing=missing.value,
     )
+
+
+def _arrays(layout: PartLayout) -> list[list[Any]]:
+    """Name and bytes of each metadata array, in their order: it says where each lies."""
+    return [[array.name, array.layer_bytes] for array in layout.metadata]
 
 
 def _list(differ: dict[str, list[Any]]) -> str:

@@ -14,6 +14,10 @@ from kvd.transfer.delivery import fill, work_added
 from kvd.transfer.part import SinkPart, SourcePart, State
 from kvd.types import Path
 from kvd.wire import messages as wire
+from kvd_client.protocol import MAX_FRAME
+
+MAX_FETCH_BYTES = MAX_FRAME - 4096
+"""Of a fetch's counts and index: its message must fit into a frame."""
 
 MAX_SERVED = 1024
 """Fetches that one session may have in service here."""
@@ -31,6 +35,13 @@ def on_fetch_requested(book: Book, event: ev.FetchRequested, now: float) -> None
         book.emit(do.FillFetch(part.transfer, event))
     elif part.ended:
         book.emit(do.FetchEnded(part.transfer, event.fetch, ended(part)))
+    elif len(event.counts) + len(event.index) > MAX_FETCH_BYTES:
+        too_much = InvalidArgument(
+            f"a fetch has {len(event.counts)} bytes of counts and {len(event.index)} of index, and together at most "
+            f"{MAX_FETCH_BYTES} can go over; fetch fewer entries at a time",
+            limit=MAX_FETCH_BYTES,
+        )
+        book.emit(do.FetchEnded(part.transfer, event.fetch, too_much))
     else:
         part.fetches[event.fetch] = event
         part.paths["fetches"] += 1

@@ -102,10 +102,10 @@ def _policy(book: Book, part: SourcePart, session: ev.SessionId, message: wire.O
     settings = book.settings
     known = settings.profiled(part.spec, message.selector or part.selector, part.lengths)
     rate = book.link(session).rate
-    if rate:
-        # What the link really carries today says more than what it carried when the profile was made.
-        metadata_s = part.layout.metadata_stride * part.layout.layers / rate
-        known = dataclasses.replace(known, transfer_s=part.bytes_total / rate + metadata_s, metadata_s=metadata_s)
+    # What the link really carries today says more than what it carried when the profile was made.
+    transfer_s = part.bytes_total / rate if rate else known.transfer_s
+    metadata_s = transfer_s * part.layout.metadata_stride * part.layout.layers / part.bytes_total
+    known = dataclasses.replace(known, transfer_s=transfer_s, metadata_s=metadata_s)
     if part.prefill_s:
         known = dataclasses.replace(known, prefill_s=part.prefill_s)
     mode = message.mode or part.mode or settings.selective.mode

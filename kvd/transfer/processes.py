@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvd.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, ProcessLost
@@ -30,6 +31,10 @@ def check_open(book: Book, event: ev.PartOpened) -> None:
             rank=event.rank,
         )
     check_held(event.held, event.lengths)
+    if not 0 <= event.prefill_s < math.inf:
+        raise InvalidArgument(
+            f"prefill_s is {event.prefill_s}; give seconds, or 0 where they are not known", field="prefill_s"
+        )
 
 
 def check_finish(book: Book, transfer: TransferId) -> None:

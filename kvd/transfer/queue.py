@@ -156,9 +156,9 @@ class SendQueue:
     def window(self) -> None:
         """A decode attention layer has begun: so much more may go. Unused shares of one iteration are kept, no more,
         so that a late burst can't follow a pause."""
-        total = sum(self.lengths) * self.layout.layers
-        share = self.policy.share * total
-        self._quota = min(share, self._quota + share / self.layout.layers)
+        share = self.policy.share * sum(self.lengths) * self.layout.layers
+        # A share of less than a token adds up to one; otherwise a short prompt's rest would never go.
+        self._quota = min(max(share, 1.0), self._quota + share / self.layout.layers)
         self.windows_used += 1
 
     @property

@@ -22,6 +22,8 @@ from kvd_client.spec import PartLayout
 INLINE_BYTES = 256 << 10
 """Gathered on the event loop's thread: handing less to a worker thread takes longer than the gather itself."""
 
+_MAX_OFFSET = 1 << 62
+
 STAGING = "staging"
 """Owner of the leases in which entries are gathered."""
 
@@ -58,8 +60,14 @@ async def serve_fetch(
     if not nbytes:
         await session.endpoint.send(Lane.URGENT, notify).done
         return 0
-    if message.stride < int(counts.max()) * layout.entry_bytes or message.offset < 0:
+    if message.stride < int(counts.max()) * layout.entry_bytes:
         raise InvalidArgument(f"a fetch's rows are {message.stride} bytes apart and need more", stride=message.stride)
+    if message.offset < 0 or message.offset + len(counts) * message.stride > _MAX_OFFSET:
+        raise InvalidArgument(
+            f"a fetch's rows begin at {message.offset}, {message.stride} bytes apart, where no memory can be",
+            offset=message.offset,
+            stride=message.stride,
+        )
     staging = await pool.lease_soon(nbytes, STAGING)
     try:
         start = layout.layer_offset(message.layer)

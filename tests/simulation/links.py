@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvd.errors import RemoteAccessError
+import kvd_kernels
+import numpy as np
+
+from kvd.errors import KvdError, RemoteAccessError
 from kvd.transfer import events as ev
-from kvd.types import Role
-from kvd.wire.messages import Arrived
+from kvd.types import Descriptors, Path, Role
+from kvd.wire.messages import Arrived, FetchArrived, MetadataArrived
 from kvd_client.spec import MASK_LOCAL, TokenRange
 
-from .memory import Grant, Lease
+from .memory import Bytes, Grant, Lease
 
 if TYPE_CHECKING:
     from .node import Node
     from .requests import Attempt
 
-CONTROL, DATA = 0, 1
-"""The two connections of a session; each delivers in order, neither waits for the other."""
+CONTROL, DATA, URGENT = 0, 1, 2
+"""The connections of a session; each delivers in order, none waits for another."""
 
 
 class Violation(AssertionError):
@@ -46,10 +50,13 @@ class End:
     node: Node
     life: int
     number: ev.SessionId
-    last: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    last: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
     """When the last thing sent on each connection arrives."""
-    operations: dict[int, Operation] = dataclasses.field(default_factory=dict)
+    operations: dict[int, Write] = dataclasses.field(default_factory=dict)
     in_flight: int = 0
+    """Bulk bytes that were submitted and have not completed."""
+    serving: int = 0
+    """Fetches that this side serves."""
 
     @property
     def peer(self) -> End:
@@ -79,24 +86,71 @@ class Record:
     source: Record | None = None
     """Sink: who writes into it."""
     operations: set[int] = dataclasses.field(default_factory=set)
+    wants_windows: bool = False
+    """Sink: its process has been asked to ring its idle windows."""
+    speculated: int = 0
+    """Source: tokens sent speculatively."""
 
     @property
     def request(self) -> str:
         return self.attempt.plan.request
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Operation:
-    """A write on its way: its bytes, then its mask bytes, then its notification, in order on the data connection."""
+@dataclasses.dataclass(eq=False)
+class Write(abc.ABC):
+    """Something on its way into a sink's memory, in stages that follow each other on one connection."""
 
     record: Record
     end: End
     write: int
+    """Its number; those of answers to fetches are negative."""
+    nbytes: int
+    started: bool = dataclasses.field(default=False, init=False)
+    dead: bool = dataclasses.field(default=False, init=False)
+
+    connection = DATA
+
+    @abc.abstractmethod
+    def stages(self) -> list[Callable[[], None]]:
+        """What happens, one after the other."""
+
+    @abc.abstractmethod
+    def news(self, number: ev.SessionId) -> ev.Event:
+        """What the sink's core is told, of the session that has this ``number`` there."""
+
+    def ended(self, error: KvdError | None) -> ev.Event:
+        """What the source's core is told."""
+        return ev.WriteCompleted(self.record.transfer, self.write, error)
+
+    def notify(self) -> None:
+        node, peer = self.end.node, self.end.peer
+        if self.dead or self._lease() is None:
+            return
+        if peer.node.life == peer.life:
+            peer.node.feed(self.news(peer.number))
+        node.later(node.world.delay(), node.complete, self, None)
+
+    def _lease(self) -> Lease | None:
+        """The granted memory, or None: then the fabric has refused the write."""
+        peer = self.end.peer
+        grant = peer.node.memory.grants.get(self.record.token) if peer.node.life == peer.life else None
+        if grant is None or grant.revoked:
+            self.dead = True
+            error = RemoteAccessError("the far side refused a write: the memory is not granted any more")
+            node = self.end.node
+            node.later(node.world.delay(), node.complete, self, error)
+            return None
+        self.end.node.world.dirty.append(grant.lease.slab)
+        return grant.lease
+
+
+@dataclasses.dataclass(eq=False)
+class Operation(Write):
+    """Tokens: their bytes, then their mask bytes, then the notification."""
+
     layer: int
     ranges: tuple[TokenRange, ...]
-    nbytes: int
-    started: bool = False
-    dead: bool = False
+    path: Path
 
     def stages(self) -> list[Callable[[], None]]:
         halves = [self.place_first_half, self.place_second_half] if len(self.ranges) > 1 else [self.place_first_half]
@@ -122,24 +176,63 @@ class Operation:
             for r in self.ranges:
                 lease.mask[self.layer, r.row, r.start : r.stop] = MASK_LOCAL
 
-    def notify(self) -> None:
-        node, peer = self.end.node, self.end.peer
-        if self.dead or self._lease() is None:
-            return
-        arrived = Arrived(self.record.sink_transfer, self.layer, list(self.ranges))
-        if peer.node.life == peer.life:
-            peer.node.feed(ev.TokensArrived(peer.number, arrived))
-        node.later(node.world.delay(), node.complete, self, None)
+    def news(self, number: ev.SessionId) -> ev.Event:
+        arrived = Arrived(self.record.sink_transfer, self.layer, list(self.ranges), self.path.value)
+        return ev.TokensArrived(number, arrived)
 
-    def _lease(self) -> Lease | None:
-        """The granted memory, or None: then the fabric has refused the write."""
-        peer = self.end.peer
-        grant = peer.node.memory.grants.get(self.record.token) if peer.node.life == peer.life else None
-        if grant is None or grant.revoked:
-            self.dead = True
-            error = RemoteAccessError("the far side refused a write: the memory is not granted any more")
-            node = self.end.node
-            node.later(node.world.delay(), node.complete, self, error)
-            return None
-        self.end.node.world.dirty.append(grant.lease.slab)
-        return grant.lease
+
+@dataclasses.dataclass(eq=False)
+class MetadataWrite(Write):
+    """A layer's metadata: its bytes, then its mask byte, then the notification."""
+
+    layer: int
+
+    def stages(self) -> list[Callable[[], None]]:
+        return [self.place_data, self.place_mask, self.notify]
+
+    def place_data(self) -> None:
+        lease = self._lease()
+        if lease is not None:
+            lease.metadata[self.layer] = self.record.lease.metadata[self.layer]
+
+    def place_mask(self) -> None:
+        lease = self._lease()
+        if lease is not None:
+            lease.metadata_mask[self.layer] = MASK_LOCAL
+
+    def news(self, number: ev.SessionId) -> ev.Event:
+        return ev.MetadataArrived(number, MetadataArrived(self.record.sink_transfer, self.layer))
+
+
+@dataclasses.dataclass(eq=False)
+class FetchAnswer(Write):
+    """Gathered entries on the urgent connection, in two halves, then the notification."""
+
+    fetch: int
+    sink: int
+    staged: Bytes
+    descriptors: Descriptors
+
+    connection = URGENT
+
+    def stages(self) -> list[Callable[[], None]]:
+        return [self.place_first_half, self.place_second_half, self.notify]
+
+    def place_first_half(self) -> None:
+        self._place(self.descriptors[::2])
+
+    def place_second_half(self) -> None:
+        self._place(self.descriptors[1::2])
+
+    def _place(self, descriptors: Descriptors) -> None:
+        lease = self._lease()
+        if lease is not None:
+            kvd_kernels.copy_runs(self.staged, lease.memory, np.ascontiguousarray(descriptors))
+
+    def news(self, number: ev.SessionId) -> ev.Event:
+        return ev.FetchArrived(number, FetchArrived(self.sink, self.fetch))
+
+    def ended(self, error: KvdError | None) -> ev.Event:
+        self.end.serving -= 1
+        transfer = self.record.transfer
+        return ev.FetchServed(transfer, self.end.number, self.fetch, self.sink, 0 if error else self.nbytes, error)

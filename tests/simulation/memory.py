@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout
 
-SLAB = 1024
+SLAB = 2560
 """Bytes of a slab; every layout of the simulation fits."""
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,6 +52,21 @@ class Lease:
         self.mask[:] = 0
         for row, length in enumerate(lengths):
             self.mask[:, row, :length] = MASK_REMOTE
+        self.memory: Bytes = slab.memory[: layout.nbytes]
+        layers, stride = layout.layers if layout.metadata else 0, layout.metadata_stride
+        start = layout.metadata_offset
+        self.metadata: Bytes = self.memory[start : start + layers * stride].reshape(layers, stride)
+        """A row for each layer; no rows if there is none."""
+        start = layout.metadata_mask_offset
+        self.metadata_mask: Bytes = self.memory[start : start + layers]
+        self.metadata_mask[:] = MASK_REMOTE
+        self.metadata_expected: Bytes = np.zeros(self.metadata.shape, np.uint8)
+        self.metadata_known = np.zeros(layers, np.bool_)
+        """Announced (source)."""
+        self.metadata_sent = np.zeros(layers, np.bool_)
+        """Handed to the fabric: by this part (source), for this part (sink)."""
+        self.frozen: Bytes | None = None
+        """What the memory is, where nobody may change it."""
         self.expected: Bytes = np.zeros(self.data.shape, np.uint8)
         """What the bytes of known tokens must be."""
         self.known = np.zeros(self.mask.shape, np.bool_)
@@ -65,6 +80,9 @@ class Lease:
         A source's rung tokens have the bytes that its process put there. A sink's local tokens have the source's,
         or their own where they were held; and what was never sent is not local.
         """
+        if self.frozen is not None:
+            changed = np.flatnonzero(self.memory != self.frozen)
+            return f"bytes of another's memory have changed, from {changed[0]} on" if changed.size else ""
         sink = self.sink
         there = (self.mask == MASK_LOCAL) if sink else self.known
         same = (self.data == self.expected).all(axis=3)
@@ -80,6 +98,16 @@ class Lease:
             wrong = there & ~(self.known | self.sent)
             if wrong.any():
                 return f"the mask says local for a token that nobody sent: {[int(a[0]) for a in np.nonzero(wrong)]}"
+        return self._wrong_metadata() if len(self.metadata) else ""
+
+    def _wrong_metadata(self) -> str:
+        there = (self.metadata_mask == MASK_LOCAL) if self.sink else self.metadata_known
+        wrong = there & (self.metadata != self.metadata_expected).any(axis=1)
+        if wrong.any():
+            what = "mask says local for" if self.sink else "the source's"
+            return f"metadata: {what} layer {int(np.argmax(wrong))}, but its bytes are not what they should be"
+        if self.sink and (there & ~self.metadata_sent).any():
+            return "metadata: the mask says local for a layer that nobody sent"
         return ""
 
 

@@ -7,6 +7,7 @@ Every rule that the core and its surroundings must keep is checked here at the m
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,8 @@ from kvd.types import Role
 from kvd.wire.messages import WireMessage
 from kvd_client.spec import MASK_LOCAL
 
-from .links import CONTROL, DATA, End, Operation, Record, Violation
+from . import selective
+from .links import CONTROL, End, FetchAnswer, Operation, Record, Violation, Write
 from .memory import Bytes, Grant, Memory
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ class Node:
             do.SendOpen: self._send_open,
             do.BindSink: self._bind_sink,
             do.WriteTokens: self._write_tokens,
+            do.WriteMetadata: partial(selective.write_metadata, self),
+            do.ServeFetch: partial(selective.serve_fetch, self),
+            do.FillFetch: partial(selective.fill_fetch, self),
+            do.FetchEnded: partial(selective.fetch_ended, self),
+            do.WantWindows: partial(selective.want_windows, self),
             do.CancelWrites: self._cancel_writes,
             do.Publish: self._publish,
             do.ReportEnd: self._report_end,
@@ -64,6 +71,7 @@ class Node:
         self.connecting: dict[str, list[int]] = {}
         self.writes: set[int] = set()
         self.next_transfer = 1
+        self.next_fetch = 1
         self.tick_at: float | None = None
         self.failed: list[Record] = []
 
@@ -116,7 +124,7 @@ class Node:
 
     # --- instructions -----------------------------------------------------------------------------------------------
 
-    def _live(self, transfer: int, what: str) -> Record:
+    def live(self, transfer: int, what: str) -> Record:
         record = self.records.get(transfer)
         if record is None or record.freed or record.code:
             state = "unknown" if record is None else "freed" if record.freed else "ended"
@@ -126,7 +134,7 @@ class Node:
         return record
 
     def _connect(self, instruction: do.Connect) -> None:
-        self._live(instruction.transfer, "Connect")
+        self.live(instruction.transfer, "Connect")
         waiting = self.connecting.get(instruction.node)
         if waiting is not None:
             waiting.append(instruction.transfer)
@@ -167,7 +175,7 @@ class Node:
             self.transmit(end, instruction.message)
 
     def _send_open(self, instruction: do.SendOpen) -> None:
-        record = self._live(instruction.transfer, "SendOpen")
+        record = self.live(instruction.transfer, "SendOpen")
         end = self.ends.get(instruction.session)
         if end is None:
             raise Violation(f"{self.name}: SendOpen on session {instruction.session}, which is lost", record.request)
@@ -179,7 +187,7 @@ class Node:
         self.transmit(end, msgspec.structs.replace(instruction.message, grant=token))
 
     def _bind_sink(self, instruction: do.BindSink) -> None:
-        record = self._live(instruction.transfer, "BindSink")
+        record = self.live(instruction.transfer, "BindSink")
         if record.bound is not None:
             raise Violation(f"{self.name}: part {record.transfer} is bound twice", record.request)
         end = self.ends.get(instruction.session)
@@ -199,19 +207,16 @@ class Node:
         mine: Bytes = record.lease.expected[:, :, :shared]
         theirs: Bytes = lease.expected[:, :, :shared]
         np.copyto(theirs, mine, where=~lease.known[:, :, :shared, None])
+        if record.lease.metadata.shape != lease.metadata.shape:
+            raise Violation(f"{self.name}: part {record.transfer} is paired with other metadata", record.request)
+        lease.metadata_expected[:] = record.lease.metadata_expected
 
     def _write_tokens(self, instruction: do.WriteTokens) -> None:
-        record = self._live(instruction.transfer, "WriteTokens")
-        world, layout, name = self.world, record.lease.layout, self.name
-        end = self.ends.get(instruction.session)
-        if end is None or instruction.session != record.bound:
-            raise Violation(f"{name}: a write of part {record.transfer} goes to the wrong session", record.request)
-        if instruction.write in self.writes:
-            raise Violation(f"{name}: write number {instruction.write} is used twice", record.request)
+        record = self.live(instruction.transfer, "WriteTokens")
+        layout, name = record.lease.layout, self.name
         # A turn may concern several layers, a write each; the window must have been open when the turn began.
-        turn = max(self.settings.chunk, layout.token_bytes)
-        if end.in_flight + instruction.nbytes >= self.settings.window + turn:
-            raise Violation(f"{name}: {end.in_flight} bytes in flight, and another write", record.request)
+        end = self.check_write(record, instruction, turn=max(self.settings.chunk, layout.token_bytes))
+        selective.check_tokens(self, record, end, instruction)
         tokens = 0
         for r in instruction.ranges:
             piece = np.s_[instruction.layer, r.row, r.start : r.stop]
@@ -231,22 +236,47 @@ class Node:
             raise Violation(f"{name}: {instruction} says the wrong number of bytes", record.request)
         if instruction.nbytes > max(self.settings.chunk, layout.token_bytes):
             raise Violation(f"{name}: {instruction} exceeds a chunk", record.request)
-        operation = Operation(record, end, instruction.write, instruction.layer, instruction.ranges, instruction.nbytes)
+        self.begin(
+            Operation(
+                record,
+                end,
+                instruction.write,
+                instruction.nbytes,
+                instruction.layer,
+                instruction.ranges,
+                instruction.path,
+            )
+        )
+
+    def check_write(self, record: Record, instruction: do.WriteTokens | do.WriteMetadata, turn: int) -> End:
+        """What holds for every bulk write; the end that it goes to."""
+        end = self.ends.get(instruction.session)
+        if end is None or instruction.session != record.bound:
+            raise Violation(f"{self.name}: a write of part {record.transfer} goes to the wrong session", record.request)
+        if instruction.write in self.writes:
+            raise Violation(f"{self.name}: write number {instruction.write} is used twice", record.request)
+        if end.in_flight + instruction.nbytes >= self.settings.window + turn:
+            raise Violation(f"{self.name}: {end.in_flight} bytes in flight, and another write", record.request)
+        end.in_flight += instruction.nbytes
+        return end
+
+    def begin(self, operation: Write) -> None:
+        """Set a write on its way."""
+        world, end, connection = self.world, operation.end, operation.connection
         self.writes.add(operation.write)
-        record.operations.add(operation.write)
+        operation.record.operations.add(operation.write)
         end.operations[operation.write] = operation
-        end.in_flight += operation.nbytes
         for number, stage in enumerate(operation.stages()):
-            arrival = max(end.last[DATA], world.now + (0.001 if number else world.delay()))
-            end.last[DATA] = arrival
+            arrival = max(end.last[connection], world.now + (0.001 if number else world.delay()))
+            end.last[connection] = arrival
             world.at(arrival, self._advance, operation, stage)
 
-    def _advance(self, operation: Operation, stage: Callable[[], None]) -> None:
+    def _advance(self, operation: Write, stage: Callable[[], None]) -> None:
         if not operation.dead and not operation.end.session.broken:
             operation.started = True
             stage()
 
-    def complete(self, operation: Operation, error: KvdError | None) -> None:
+    def complete(self, operation: Write, error: KvdError | None) -> None:
         """Feed a write's end back, once."""
         end, record = operation.end, operation.record
         if operation.write not in self.writes:
@@ -254,11 +284,12 @@ class Node:
         operation.dead = True
         self.writes.discard(operation.write)
         end.operations.pop(operation.write, None)
-        end.in_flight -= operation.nbytes
+        if not isinstance(operation, FetchAnswer):
+            end.in_flight -= operation.nbytes
         record.operations.discard(operation.write)
         if record.freed and not record.operations:
             self._give_back(record)
-        self.feed(ev.WriteCompleted(record.transfer, operation.write, error))
+        self.feed(operation.ended(error))
 
     def _cancel_writes(self, instruction: do.CancelWrites) -> None:
         record = self.records[instruction.transfer]
@@ -266,16 +297,18 @@ class Node:
             raise Violation(f"{self.name}: CancelWrites for part {record.transfer}, which is freed", record.request)
         for end in self.ends.values():
             for operation in end.operations.values():
-                if operation.record is record and not operation.started and not operation.dead:
+                mine = operation.record is record and not isinstance(operation, FetchAnswer)
+                if mine and not operation.started and not operation.dead:
                     operation.dead = True
                     self.later(0.0, self.complete, operation, Aborted("the write was cancelled"))
 
     def _publish(self, instruction: do.Publish) -> None:
-        record = self._live(instruction.transfer, "Publish")
+        record = self.live(instruction.transfer, "Publish")
         lease = record.lease
         here = int((lease.sent & (lease.mask == MASK_LOCAL)).sum()) * lease.layout.token_bytes
         if instruction.bytes_done > here or not 0 <= instruction.new_bytes <= instruction.bytes_done:
             raise Violation(f"{self.name}: {instruction}, but {here} bytes are in place", record.request)
+        record.attempt.on_progress()
 
     def _report_end(self, instruction: do.ReportEnd) -> None:
         record = self.records.get(instruction.transfer)
@@ -295,10 +328,13 @@ class Node:
                         f"{self.name}: part {record.transfer} is delivered, and row {row} is not all here",
                         record.request,
                     )
+            if not (record.lease.metadata_mask == MASK_LOCAL).all():
+                raise Violation(f"{self.name}: part {record.transfer} is delivered without metadata", record.request)
         if record.code != "OK":
             self.failed.append(record)
             if not instruction.message:
                 raise Violation(f"{self.name}: part {record.transfer} fails without a sentence", record.request)
+        record.attempt.plan.paths.update(instruction.part.paths)
         record.attempt.on_end(record)
 
     def _free_memory(self, instruction: do.FreeMemory) -> None:
@@ -310,6 +346,12 @@ class Node:
                 record.request if record else "",
             )
         record.freed = True
+        if record.attempt.pending:
+            raise Violation(
+                f"{self.name}: part {record.transfer} is freed and fetches {list(record.attempt.pending)} were never "
+                "answered",
+                record.request,
+            )
         if record.grant is not None:
             self.memory.revoke(record.grant)
         if not record.operations:
@@ -322,8 +364,8 @@ class Node:
         if self.world.chance(0.5):
             lease = self.memory.take(record.lease.layout, record.lengths, record)
             assert lease is not None
-            lease.data[:] = lease.expected[:] = self.world.rng.randrange(256)
-            lease.known[:] = True
+            lease.memory[:] = self.world.rng.randrange(256)
+            lease.frozen = lease.memory.copy()
             self.later(self.world.rng.random() * 2, self.memory.give_back, lease)
 
     def _close_session(self, instruction: do.CloseSession) -> None:
@@ -355,7 +397,10 @@ class Node:
             "by_handle": book.by_handle,
             "opens": book.rendezvous._opens,
             "writes": book.writes,
-            "in flight": [link for link in book.links.values() if link.in_flight or link.writes or link.turns],
+            "in flight": [
+                link for link in book.links.values() if link.in_flight or link.writes or link.turns or link.late
+            ],
+            "fetches in service": [link for link in book.links.values() if link.urgent],
             "grants": self.memory.grants,
             "operations": self.writes,
         }

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from kvd.errors import Aborted, AlreadyExists, InvalidArgument, ShuttingDown
+from kvd.importance.matrix import ImportanceMatrix
 from kvd.transfer import events as ev
 from kvd.transfer.handle import Handle
+from kvd.transfer.policy import Profiled
 from kvd.types import Role
-from kvd_client.spec import MASK_LOCAL, KVSpec, TokenRange, part_layout
+from kvd_client.protocol import MODES
+from kvd_client.spec import MASK_LOCAL, KVSpec, MetadataSpec, TokenRange, part_layout
 
+from .decoding import Decode
 from .links import Record, Violation
+from .memory import Bytes, Lease
 from .node import Node
 
 if TYPE_CHECKING:
@@ -28,6 +35,8 @@ MISFITS: dict[str, str] = {
     "lengths": "UNSUPPORTED_LAYOUT",
     "ranks": "UNSUPPORTED_LAYOUT",
     "head_start": "UNSUPPORTED_LAYOUT",
+    "metadata": "UNSUPPORTED_LAYOUT",
+    "mode": "INVALID_ARGUMENT",
 }
 """In what a wrong sink can differ, and the code with which it is refused."""
 
@@ -50,6 +59,12 @@ class Plan:
     sink_room: int
     held: tuple[TokenRange, ...]
     deadline_s: float
+    metadata: tuple[MetadataSpec, ...] = ()
+    landing: tuple[int, int] = (0, 0)
+    """Entries and slots."""
+    source_mode: str = ""
+    sink_mode: str = ""
+    prefill_s: float = 0.0
     misfit: str = ""
     """The first sink differs in this."""
     rival: str = ""
@@ -61,6 +76,10 @@ class Plan:
     """The source's newest handle, by rank."""
     codes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """How its parts ended, by ``source``, ``sink``, ``misfit`` and ``rival``."""
+    answers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """How its fetches ended."""
+    paths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Bytes that its sinks received, by path."""
 
     @property
     def nodes(self) -> set[str]:
@@ -71,11 +90,13 @@ def make_plan(world: World, number: int, nodes: list[str]) -> Plan:
     rng = world.rng
     source, sink = rng.sample(nodes, 2)
     rows = rng.choice((1, 1, 2))
-    lengths = tuple(rng.randint(1, 12) for _ in range(rows))
+    longest = rng.choice((3, 12, 12))
+    lengths = tuple(rng.randint(1, longest) for _ in range(rows))
     heads, ranks = rng.choice((1, 2)), rng.choice((1, 1, 1, 2, 3))
-    spec = KVSpec(
-        layers=rng.choice((1, 2, 3)), kv_heads=heads * ranks, entry_bytes=rng.choice((1, 3, 4)), dtype="fp16", model="m"
-    )
+    layers, entry_bytes = rng.choice((1, 2, 3, 4)), rng.choice((1, 3, 4))
+    spec = KVSpec(layers=layers, kv_heads=heads * ranks, entry_bytes=entry_bytes, dtype="fp16", model="m")
+    if rng.random() < 0.15:
+        spec = msgspec.structs.replace(spec, windows=tuple(rng.choice((0, 2, 5)) for _ in range(spec.layers)))
     way = rng.choice(WAYS)
     held: list[TokenRange] = []
     if rng.random() < 0.3:
@@ -89,11 +110,29 @@ def make_plan(world: World, number: int, nodes: list[str]) -> Plan:
         source_room=max(lengths) + rng.choice((0, 0, 2)), sink_room=max(lengths) + rng.choice((0, 0, 3)),
         held=tuple(held), deadline_s=60.0,
     )  # fmt: skip
+    if rng.random() < 0.7:  # full transfer is the other 30 %, and a part of these
+        plan.source_mode, plan.sink_mode = rng.choice(("", *MODES)), rng.choice(("", "", *MODES))
+        plan.prefill_s = rng.choice((0.0, 0.5, 2.0))
+        plan.landing = rng.choice(((0, 0), (1, 1), (3, 2), (3, 2)))
+        plan.landing = (min(plan.landing[0], plan.sink_room), plan.landing[1])
+        if rng.random() < 0.4:
+            names = ("keys", "hashes")[: rng.choice((1, 2))]
+            plan.metadata = tuple(MetadataSpec(name=name, layer_bytes=rng.choice((1, 20, 64))) for name in names)
+        if rng.random() < 0.6:
+            world.profiled[plan.request] = _profiled(rng, spec)
     if ranks == 1 and rng.random() < 0.2:
         plan.misfit = rng.choice(tuple(MISFITS))
     elif ranks == 1 and len(nodes) > 2 and way == "request" and rng.random() < 0.3:
         plan.rival = next(node for node in nodes if node not in (source, sink))
     return plan
+
+
+def _profiled(rng: random.Random, spec: KVSpec) -> Profiled:
+    """What is known of such requests: an importance of each block, and two times."""
+    blocks = rng.choice((1, 3, 8))
+    values = [[rng.random() for _ in range(blocks)] for _ in range(spec.layers)]
+    matrix = rng.choice((None, ImportanceMatrix(values)))
+    return Profiled(matrix, prefill_s=rng.choice((0.0, 0.3, 1.0)), transfer_s=rng.choice((0.0, 1.0)))
 
 
 class Attempt:
@@ -113,6 +152,9 @@ class Attempt:
         self.record: Record | None = None
         self.dead = False
         self.waits = 0
+        self.pending: dict[int, ev.FetchRequested] = {}
+        """Fetches that have not been answered."""
+        self.decode: Decode | None = None
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
@@ -149,22 +191,29 @@ class Attempt:
         content = np.frombuffer(world.rng.randbytes(lease.data.size), np.uint8).reshape(lease.data.shape)
         if self.role is Role.SOURCE:
             lease.expected[:] = content
+            lease.metadata_expected[:] = self._metadata_content(lease)
             plan.handles[self.rank] = event.handle
         for r in event.held:  # the process's own bytes, which nobody may replace
             piece = np.s_[:, r.row, r.start : r.stop]
             lease.data[piece] = lease.expected[piece] = content[piece]
             lease.known[piece] = True
             lease.mask[piece] = MASK_LOCAL
+        if self.role is Role.SINK:
+            self.decode = Decode(self)
         node.feed(event)
         if self.role is Role.SOURCE:
             self._script_rings()
+
+    def _metadata_content(self, lease: Lease) -> Bytes:
+        rng, shape = self.world.rng, lease.metadata.shape
+        return np.frombuffer(rng.randbytes(lease.metadata.size), np.uint8).reshape(shape)
 
     def _event(self, transfer: int) -> ev.PartOpened:
         plan, node, rng = self.plan, self.node, self.world.rng
         source = self.role is Role.SOURCE
         spec, lengths, ranks, head_start = plan.spec, plan.lengths, plan.ranks, self.rank * plan.heads
         capacity = plan.source_room if source else plan.sink_room
-        held = plan.held
+        held, metadata, mode = plan.held, plan.metadata, plan.source_mode if source else plan.sink_mode
         if self.as_ == "misfit":
             held = ()
             if plan.misfit in ("model", "revision", "dtype"):
@@ -174,6 +223,10 @@ class Attempt:
                 capacity += 1
             elif plan.misfit == "ranks":
                 ranks += 1
+            elif plan.misfit == "metadata":
+                metadata = metadata[1:] if metadata else (MetadataSpec(name="another", layer_bytes=8),)
+            elif plan.misfit == "mode":
+                mode = "fastest"
             else:
                 head_start += 1
         if source:
@@ -185,8 +238,12 @@ class Attempt:
         return ev.PartOpened(
             transfer=transfer, role=self.role, client=self.client, request=self.request, rank=self.rank, ranks=ranks,
             head_start=head_start, spec=spec, lengths=lengths, handle=handle, peer=peer,
-            layout=part_layout(spec, heads=plan.heads, rows=len(lengths), capacity=capacity),
-            held=() if source else held, deadline_s=plan.deadline_s,
+            layout=part_layout(
+                spec, heads=plan.heads, rows=len(lengths), capacity=capacity, metadata=metadata,
+                landing_entries=0 if source else plan.landing[0], landing_slots=0 if source else plan.landing[1],
+            ),
+            held=() if source else held, deadline_s=plan.deadline_s, mode=mode,
+            selector=plan.request if source else "", prefill_s=plan.prefill_s if source else 0.0,
         )  # fmt: skip
 
     # --- ringing ------------------------------------------------------------------------------------------------------
@@ -216,7 +273,22 @@ class Attempt:
             self.node.later(now, self._ring, *ring)
             if rng.random() < 0.1:
                 self.node.later(now + rng.choice((0.0, 0.3, 5.0)), self._ring, *ring)
-        self.node.later(now, self._finish)
+        if plan.metadata:
+            for layer in range(plan.spec.layers):
+                when = rng.choice((0.0, now, rng.uniform(0, now)))
+                self.node.later(when, self._announce_metadata, layer)
+                if rng.random() < 0.1:
+                    self.node.later(when + rng.choice((0.0, 1.0)), self._announce_metadata, layer)
+        self.node.later(now + rng.choice((0.0, 0.0, 0.2, 3.0)), self._finish)
+
+    def _announce_metadata(self, layer: int) -> None:
+        record = self.record
+        assert record is not None
+        if self.dead or record.released:
+            return
+        record.lease.metadata[layer] = record.lease.metadata_expected[layer]
+        record.lease.metadata_known[layer] = True
+        self.node.feed(ev.MetadataReady(record.transfer, layer))
 
     def _ring(self, layer: int, row: int | None, start: int, stop: int) -> None:
         record = self.record
@@ -243,6 +315,10 @@ class Attempt:
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
+    def on_progress(self) -> None:
+        if self.decode is not None:
+            self.decode.begin()
+
     def on_end(self, record: Record) -> None:
         self.plan.codes.setdefault(self.as_, []).append(record.code)
         if self.as_ == "misfit" and not self.plan.disturbed:
@@ -253,15 +329,16 @@ class Attempt:
                 )
         self.node.later(self.world.rng.choice((0.0, 0.01, 0.2, 2.0)), self.release)
 
-    def release(self) -> None:
+    def release(self, enough: bool = False) -> None:
+        """``enough``: the decode is over and needs no more of the cache, which is no failure."""
         record = self.record
         if record is None or self.dead or record.released:
             return
-        if record.code == "":
+        if record.code == "" and not enough:
             self.world.disturb(self.plan, "released early")
         record.released = True
         rng = self.world.rng
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 and not enough:
             self.kill()
             return
         self.node.feed(ev.ReleaseRequested(record.transfer))
@@ -276,6 +353,16 @@ class Attempt:
         elif record.code not in ("OK", "") and plan.retries:
             plan.retries -= 1
             world.start_attempt(plan, self.role, self.rank, world.new_client(), self.as_, world.rng.random())
+
+    def ring_nonsense(self) -> None:
+        """An idle window, or metadata, of a layer that there is not."""
+        if self.record is None or self.dead or self.record.released:
+            return
+        event = ev.IdleWindow if self.role is Role.SINK else ev.MetadataReady
+        ended = bool(self.record.code)
+        self.node.feed(event(self.record.transfer, self.world.rng.choice((-1, self.plan.spec.layers))))
+        if not ended and self.record.code != "INVALID_ARGUMENT":
+            raise Violation(f"nonsense was rung and the part ended so: {self.record.code!r}", self.plan.request)
 
     def abort(self) -> None:
         if self.record is None or self.dead or self.record.released:
@@ -307,4 +394,4 @@ def _fields(spec: KVSpec) -> dict[str, Any]:
 
 def draw_fault(rng: random.Random) -> str:
     """What one attempt's process does wrong, if anything."""
-    return rng.choice(("", "", "", "", "abort", "release", "kill", "reject", "duplicate"))
+    return rng.choice(("", "", "", "", "abort", "release", "kill", "reject", "duplicate", "nonsense"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from .world import World, tell
+from .story import tell
+from .world import World
 
 
 def main() -> int:

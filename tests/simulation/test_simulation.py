@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvd.errors import PeerLost
 from kvd.mask import IntervalSet
-from kvd.transfer import core, delivery, pairing
+from kvd.transfer import core, delivery, matching, on_demand, pairing, processes
 from kvd.transfer import events as ev
 from kvd.transfer.book import Book
-from kvd.transfer.part import Part, SinkPart, State
-from kvd.transfer.queue import SendQueue
+from kvd.transfer.part import Part, SinkPart, SourcePart, State
+from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
 from kvd.wire import messages as wire
+from kvd_client.protocol import MODES
 
-from .links import Operation, Violation
+from .links import FetchAnswer, MetadataWrite, Operation, Violation
 from .memory import Lease
-from .world import World, tell
+from .story import tell
+from .world import World
 
 CHUNKS, SEEDS = 10, 200
 """How many tests, and seeds in each."""
@@ -42,20 +45,31 @@ def test_nothing_goes_wrong(chunk: int) -> None:
 def test_the_worlds_have_what_they_are_for() -> None:
     """Every way to meet, held tokens, misfits and rivals come about undisturbed, and every kind of fault happens."""
     undisturbed: set[str] = set()
+    answers: set[str] = set()
+    paths: set[str] = set()
+    modes: set[str] = set()
     faults: set[str] = set()
     codes: set[str] = set()
-    for seed in range(150):
+    for seed in range(300):
         world = World(seed)
         world.before_closing = lambda world=world: faults.update(plan.disturbed for plan in world.plans)
         quiet = [plan for plan in world.plans if not plan.disturbed]
         world.run()
+        for plan in world.plans:
+            answers |= set(plan.answers)
+            paths |= {path for path, nbytes in plan.paths.items() if nbytes}
         codes |= {code for plan in world.plans for codes in plan.codes.values() for code in codes}
         for plan in quiet if world.calm else []:
             undisturbed |= {plan.way, f"{plan.ranks} ranks", plan.misfit, "rival" * bool(plan.rival)}
             undisturbed.add("held" * any(r.start < r.stop for r in plan.held))
+            modes |= {plan.sink_mode or plan.source_mode}
     assert undisturbed >= {"request", "handle", "announce", "both", "1 ranks", "2 ranks", "3 ranks", "rival", "held"}
-    assert undisturbed >= {"model", "lengths", "ranks", "head_start"}
+    assert undisturbed >= {"model", "lengths", "ranks", "head_start", "metadata", "mode"}
+    assert modes >= {"", *MODES}
+    assert paths >= {"proactive", "speculative", "on_demand", "metadata", "windows", "fetches"}
+    assert answers >= {"OK", "INVALID_ARGUMENT", "LEASE_EXPIRED", "ABORTED", "PROCESS_LOST", "PEER_LOST"}
     assert faults >= {"abort", "release", "kill", "reject", "session broke", "node crashed", "node drains", ""}
+    assert faults >= {"nonsense"}
     assert codes >= {"OK", "ABORTED", "PROCESS_LOST", "PEER_LOST", "PEER_UNREACHABLE", "NOT_FOUND", "SHUTTING_DOWN"}
     assert codes >= {"DEADLINE_EXCEEDED", "RENDEZVOUS_TIMEOUT", "ALREADY_EXISTS", "FINGERPRINT_MISMATCH"}
 
@@ -151,7 +165,7 @@ def window_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def window_leaks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Link, "completed", lambda self, write, now: self.writes.pop(write, (0, "")))
+    patch.setattr(Link, "completed", lambda self, write, now, placed=True: self.writes.pop(write, (0, "")))
 
 
 def delivered_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -193,9 +207,123 @@ def deadlines_pass(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Book, "expiry", expiry)
 
 
+# Of selective transfer.
+
+
+def metadata_mask_before_data(patch: pytest.MonkeyPatch) -> None:
+    def stages(self: MetadataWrite) -> list[Callable[[], None]]:
+        return [self.place_mask, self.place_data, self.notify]
+
+    patch.setattr(MetadataWrite, "stages", stages)
+
+
+def metadata_sent_twice(patch: pytest.MonkeyPatch) -> None:
+    def on_metadata_ready(book: Book, event: ev.MetadataReady, now: float) -> None:
+        part = book.parts.get(event.transfer)
+        if isinstance(part, SourcePart):
+            part.metadata_ready.discard(event.layer)
+        processes.on_metadata_ready(book, event, now)
+
+    patch.setitem(core._EVENTS, ev.MetadataReady, on_metadata_ready)
+
+
+def metadata_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(matching, "_arrays", lambda layout: [])
+
+
+def delivered_without_metadata(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SinkPart, "complete", property(lambda self: self.missing == 0))
+
+
+def fetch_answered_twice(patch: pytest.MonkeyPatch) -> None:
+    def on_fetch_arrived(book: Book, event: ev.FetchArrived, now: float) -> None:
+        part = book.parts.get(event.arrived.transfer)
+        request = part.fetches.get(event.arrived.fetch) if isinstance(part, SinkPart) else None
+        on_demand.on_fetch_arrived(book, event, now)
+        if isinstance(part, SinkPart) and request is not None:
+            part.fetches[request.fetch] = request
+
+    patch.setitem(core._EVENTS, ev.FetchArrived, on_fetch_arrived)
+
+
+def fetch_forgotten_with_the_session(patch: pytest.MonkeyPatch) -> None:
+    def end_one(self: Book, part: Part, error: object, tell_peer: bool) -> None:
+        if isinstance(part, SinkPart) and isinstance(error, PeerLost):
+            part.fetches.clear()
+        properly(self, part, error, tell_peer)  # type: ignore[arg-type]
+
+    properly = Book._end_one
+    patch.setattr(Book, "_end_one", end_one)
+
+
+def fetch_forgotten_at_release(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(processes, "end_fetches", lambda book, part, error: None)
+
+
+def fetch_of_a_layer_that_is_not_computed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReadyTokens, "covers", lambda self, layer, row, start, stop: True)
+
+
+def landing_in_freed_memory(patch: pytest.MonkeyPatch) -> None:
+    def lease(self: FetchAnswer) -> Lease | None:
+        peer, found = self.end.peer, self.record.sink
+        if found is not None and peer.node.life == peer.life:
+            self.end.node.world.dirty.append(found.slab)
+            return found  # revoked or not
+        return refusing(self)
+
+    refusing = FetchAnswer._lease
+    patch.setattr(FetchAnswer, "_lease", lease)
+
+
+def strangers_answer_fetches(patch: pytest.MonkeyPatch) -> None:
+    def on_fetch_arrived(book: Book, event: ev.FetchArrived, now: float) -> None:
+        part = book.parts.get(event.arrived.transfer)
+        session = part.session if part is not None and part.session is not None else event.session
+        on_demand.on_fetch_arrived(book, ev.FetchArrived(session, event.arrived), now)
+
+    patch.setitem(core._EVENTS, ev.FetchArrived, on_fetch_arrived)
+
+
+def speculation_goes_on(patch: pytest.MonkeyPatch) -> None:
+    waiting = property(lambda self: bool(self.turns or self.late) and self.in_flight < self.limit)
+    patch.setattr(Link, "open", waiting)
+
+
+def speculation_stays_paused(patch: pytest.MonkeyPatch) -> None:
+    def on_fetch_served(book: Book, event: ev.FetchServed, now: float) -> None:
+        link = book.links.get(event.session)
+        if link is not None and event.error is not None:
+            link.urgent += 1
+        on_demand.on_fetch_served(book, event, now)
+
+    patch.setitem(core._EVENTS, ev.FetchServed, on_fetch_served)
+
+
+def speculation_without_windows(patch: pytest.MonkeyPatch) -> None:
+    def window(self: SendQueue) -> None:
+        self.windows_used += 1
+        self._quota += sum(self.lengths)
+
+    patch.setattr(SendQueue, "window", window)
+
+
+def the_deadline_passes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SendQueue, "finish", lambda self: None)
+
+
+def small_shares_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def window(self: SendQueue) -> None:
+        share = self.policy.share * sum(self.lengths) * self.layout.layers
+        self._quota = min(share, self._quota + share / self.layout.layers)
+        self.windows_used += 1
+
+    patch.setattr(SendQueue, "window", window)
+
+
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     mask_before_data: "mask says local, but bytes",
-    late_write_after_reuse: "bytes of token|nobody sent",
+    late_write_after_reuse: "bytes of token|nobody sent|bytes of another's memory",
     memory_not_freed: "leases were not given back|there are still grants",
     handle_not_forgotten: "there are still by_handle",
     sends_twice: "twice",
@@ -205,11 +333,26 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     window_ignored: "bytes in flight, and another write",
     window_leaks: "nothing disturbed request|there are still in flight",
     delivered_too_early: "is delivered, and row|bytes are in place",
-    data_overtakes_the_answer: "nothing disturbed request",
-    strangers_are_heard: "nothing disturbed request|ends twice",
+    data_overtakes_the_answer: "nothing disturbed request|WantWindows",
+    strangers_are_heard: "nothing disturbed request|ends twice|or another's",
     misfit_spends_the_announcement: "nothing disturbed request",
     lost_sessions_are_remembered: "which is lost|that is lost|there are still",
     deadlines_pass: "past its deadline",
+    metadata_mask_before_data: "metadata: mask says local",
+    metadata_sent_twice: "sends metadata of layer . twice",
+    metadata_not_compared: "is paired with other metadata",
+    delivered_without_metadata: "is delivered without metadata",
+    fetch_answered_twice: "never began or which was answered",
+    fetch_forgotten_with_the_session: "were never answered",
+    fetch_forgotten_at_release: "were never answered",
+    fetch_of_a_layer_that_is_not_computed: "landed as",
+    landing_in_freed_memory: "bytes of another's memory|bytes of token|bytes are not",
+    strangers_answer_fetches: "landed as",
+    speculation_goes_on: "sends speculatively while",
+    speculation_stays_paused: "there are still fetches in service|nothing disturbed request",
+    speculation_without_windows: "speculatively, and windows allowed",
+    the_deadline_passes: "after the first token",
+    small_shares_are_lost: "nothing disturbed request",
 }
 
 

@@ -1,7 +1,7 @@
 """A world of a few nodes on a virtual clock, drawn from a seed: links, faults and requests, until all is quiet.
 
 ``World(seed).run()`` raises :class:`~tests.simulation.links.Violation` as soon as a rule is broken. The same seed
-gives the same run, so that a failure is told again, this time with the story written down (:func:`tell`).
+gives the same run, so that a failure is told again, this time with the story written down (:mod:`.story`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 from kvd.errors import ShuttingDown
 from kvd.transfer import events as ev
-from kvd.transfer import instructions as do
 from kvd.transfer.core import Settings
+from kvd.transfer.policy import Profiled, Selective
 from kvd.types import Role
 from kvd.wire import messages as wire
+from kvd_client.protocol import MODES
 from kvd_client.spec import TokenRange
 
 from .links import DATA, End, Session, Violation
@@ -51,7 +52,22 @@ class World:
         self.slow = rng.choice((0.0, 0.0, 0.05))
         self.connect_failure = 0.0 if self.calm else rng.choice((0.0, 0.1))
         chunk = rng.choice((1, 16, 40, 1000))
-        settings = Settings(rendezvous_s=20.0, chunk=chunk, window=chunk * rng.choice((1, 2, 4)))
+        self.profiled: dict[str, Profiled] = {}
+        """By request, which is also the selector's name."""
+        selective = Selective(
+            mode=rng.choice(("full", "full", *MODES)),
+            budget=rng.choice(("fixed", "deadline")),
+            speculative=rng.choice(("windows", "windows", "adaptive")),
+            share=rng.choice((0.1, 0.3, 1.0)),
+            blocks=rng.choice((1, 4, 1000)),
+        )
+        settings = Settings(
+            rendezvous_s=20.0,
+            chunk=chunk,
+            window=chunk * rng.choice((1, 2, 4)),
+            selective=selective,
+            profiled=lambda spec, selector, lengths: self.profiled.get(selector, Profiled()),
+        )
         for name in ("a", "b", "c", "d")[: rng.choice((2, 2, 3, 4))]:
             self.nodes[name] = Node(self, name, settings, 40 if self.calm else rng.choice((6, 40)))
         for number in range(rng.randint(1, 6)):
@@ -203,6 +219,8 @@ class World:
             attempt.release()
         elif fault == "kill":
             attempt.kill()
+        elif fault == "nonsense":
+            attempt.ring_nonsense()
         else:
             self._reject(attempt.plan)
 
@@ -238,12 +256,24 @@ class World:
                 wire.Refused(transfer=number, **why),
                 wire.Delivered(transfer=number),
                 wire.Abort(transfer=number, **why),
+                wire.Idle(transfer=number, windows=100),
+                wire.FetchFailed(transfer=number, fetch=rng.randint(1, 9), **why),
+                wire.Fetch(transfer=number, sink=10_000, fetch=1, layer=0, counts=b"", index=b"", offset=0, stride=0),
                 wire.Withdraw(sink=10_000, **why),
                 wire.RejectHandle(handle="a/0123456789abcdef/1/0123456789abcdef", request="", reason="no"),
                 wire.Announce(source=1, request="nobody's", rank=0),
             )
         )
         end.node.transmit(end, message)
+
+    def stranger_answers(self, node: Node, transfer: int, fetch: int) -> None:
+        """Sessions that a part does not belong to bring news of it."""
+        for end in list(node.ends.values()):
+            if end.number != node.core.parts[transfer].session and not end.session.broken:
+                node.feed(ev.FetchArrived(end.number, wire.FetchArrived(transfer, fetch)))
+                node.feed(ev.MetadataArrived(end.number, wire.MetadataArrived(transfer, 99)))
+                if end.session.broken:
+                    raise Violation(f"{node.name}: a stranger's news of part {transfer} ended its session")
 
     def _add_faults(self) -> None:
         rng = self.rng
@@ -300,14 +330,17 @@ class World:
         self._crash(node)
 
     def _lie(self) -> None:
-        """A peer claims tokens that do not exist: the session must end."""
+        """A peer claims tokens or metadata that do not exist: the session must end."""
         for node in self.nodes.values():
             for transfer, part in node.core.parts.items():
                 end = node.ends.get(part.session) if part.session is not None else None
                 if part.role is Role.SINK and not part.ended and end is not None:
-                    arrived = wire.Arrived(transfer, 0, [TokenRange(0, 0, 1), TokenRange(0, 0, 1000)])
+                    ranges = [TokenRange(0, 0, 1), TokenRange(0, 0, 1000)]
                     end.peer.last[DATA] = max(end.peer.last[DATA], self.now)
-                    node.feed(ev.TokensArrived(end.number, arrived))
+                    if self.rng.random() < 0.5:
+                        node.feed(ev.TokensArrived(end.number, wire.Arrived(transfer, 0, ranges)))
+                    else:
+                        node.feed(ev.MetadataArrived(end.number, wire.MetadataArrived(transfer, 99)))
                     if not end.session.broken:
                         raise Violation(f"{node.name}: a lie about part {transfer} did not end the session")
                     return
@@ -317,64 +350,3 @@ class World:
     def note(self, node: Node | None, what: str, thing: Any) -> None:
         if self.story is not None:
             self.story.append((self.now, node, what, thing))
-
-
-def tell(seed: int) -> str:
-    """What goes wrong with this seed, and everything that concerns the request; empty if nothing does."""
-    story: list[tuple[float, Node | None, str, Any]] = []
-    world: World | None = None
-    try:
-        world = World(seed, story)
-        world.run()
-    except AssertionError as violation:
-        request, wrong = getattr(violation, "request", ""), str(violation)
-    except Exception as error:  # a core that raises is as wrong as one that answers wrongly
-        request, wrong = "", f"{type(error).__name__}: {error}"
-    else:
-        return ""
-    lines = [_line(*entry) for entry in story]
-    if request and world is not None:
-        about = _numbers(story, request)
-        lines = [
-            line
-            for line, (_, node, _, thing) in zip(lines, story, strict=True)
-            if node is None or _concerns(thing, node, request, about)
-        ]
-    shown = lines[-400:]
-    return "\n".join(
-        [
-            f"seed {seed}: {wrong}",
-            f"replay: python -m tests.simulation.run --seed {seed}",
-            f"story of {request or 'everything'} (<- what happened to a core, -> what it wanted), last {len(shown)}:",
-            *shown,
-        ]
-    )
-
-
-def _numbers(story: list[tuple[float, Node | None, str, Any]], request: str) -> set[tuple[str, int]]:
-    same = {request, request.replace("r", "other-")}
-    return {
-        (node.name, thing.transfer)
-        for _, node, _, thing in story
-        if node is not None and isinstance(thing, ev.PartOpened) and thing.request in same
-    }
-
-
-def _concerns(thing: Any, node: Node, request: str, about: set[tuple[str, int]]) -> bool:
-    if isinstance(thing, str | ev.SessionLost | ev.DrainRequested | ev.StopRequested):
-        return True
-    message = getattr(thing, "message", None)
-    if getattr(message, "request", None) == request or getattr(thing, "transfer", None) is not None:
-        return getattr(message, "request", None) == request or (node.name, thing.transfer) in about
-    inner = message if message is not None else getattr(thing, "arrived", None)
-    number = getattr(inner, "transfer", getattr(inner, "sink", None))
-    if isinstance(thing, do.SendMessage):  # names the receiver's part
-        return any(name != node.name and number == its for name, its in about)
-    return (node.name, number) in about
-
-
-def _line(time: float, node: Node | None, what: str, thing: Any) -> str:
-    text = thing if isinstance(thing, str) else repr(thing)
-    if isinstance(thing, do.ReportEnd):
-        text = f"ReportEnd(transfer={thing.transfer}, code={thing.code!r}, message={thing.message!r})"
-    return f"{time:9.4f} {node.name if node else '-'} {what} {text}"[:400]

@@ -125,7 +125,7 @@ class Node:
             "announced": book.rendezvous._announced,
             "announced_on": book.rendezvous._announced_on,
             "writes": book.writes,
-            "links": [link for link in book.links.values() if link.in_flight or link.writes or link.turns],
+            "links": [link for link in book.links.values() if link.in_flight or link.writes or link.turns or link.late],
         }
         return [name for name, thing in things.items() if thing]
 
