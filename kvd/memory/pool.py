@@ -24,6 +24,9 @@ from kvd_client.protocol import MemoryStatus
 
 log = structlog.get_logger("kvd.memory")
 
+MAX_TRIES = 64
+"""Arenas that one request has made before it gives up."""
+
 
 class Registrar(Protocol):
     """What the pool needs of a :class:`kvd.fabric.base.Fabric`."""
@@ -158,11 +161,13 @@ class Pool:
             raise self._no_room(nbytes)
         return found
 
-    async def lease_soon(self, nbytes: int, owner: Hashable) -> Lease:
+    async def lease_soon(self, nbytes: int, owner: Hashable, *, limited: bool = True) -> Lease:
         """As :meth:`lease`, without blocking the loop when an arena must be made first. Cancellation leaves nothing
-        but that arena, which the pool keeps."""
+        but that arena, which the pool keeps. Not ``limited``: the owner is the daemon itself, which no limit for
+        clients concerns."""
+        grown = 0
         while True:
-            self._check_request(nbytes, owner)
+            self._check_request(nbytes, owner, limited=limited)
             found = self._carve(nbytes, owner)
             if found is not None:
                 return found
@@ -177,6 +182,10 @@ class Pool:
                 if found is None:
                     raise self._no_room(nbytes)
                 return found
+            # Each try makes an arena with room for this lease; that others are quicker this often means no room.
+            grown += 1
+            if grown > MAX_TRIES:
+                raise self._no_room(nbytes)
             self._growing = asyncio.create_task(self._grow(growth))
             self._growing.add_done_callback(_heard)
             await asyncio.shield(self._growing)
@@ -224,12 +233,12 @@ class Pool:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _check_request(self, nbytes: int, owner: Hashable) -> None:
+    def _check_request(self, nbytes: int, owner: Hashable, *, limited: bool = True) -> None:
         if self._closed:
             raise ShuttingDown("the daemon's memory pool is closed; no new transfer can be opened")
         if nbytes <= 0:
             raise InvalidArgument(f"a lease of {nbytes} bytes makes no sense; give a positive size", need=nbytes)
-        if not self.client_limit:
+        if not self.client_limit or not limited:
             return
         held = self._taken.get(owner, 0)
         if nbytes > self.client_limit:
@@ -277,7 +286,7 @@ class Pool:
         best: tuple[int, int] | None = None
         chosen = None
         for slab in self._slabs:
-            if slab.arena.page_size > nbytes and self._is_small(nbytes) and not wasteful:
+            if slab.arena.page_size > max(nbytes, PAGE) and self._is_small(nbytes) and not wasteful:
                 continue
             fit = slab.extents.best(nbytes)
             if fit is None:

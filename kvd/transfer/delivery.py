@@ -32,7 +32,7 @@ def work_added(book: Book, part: SourcePart) -> None:
 
 def fill(book: Book, session: ev.SessionId, link: Link) -> None:
     """Submit work until the link's limit is reached or nothing is left."""
-    while link.open:
+    while link.open and not link.paused(book.now):
         part = book.parts[link.next_turn()]
         assert isinstance(part, SourcePart)
         assert part.queue is not None

@@ -144,7 +144,7 @@ def on_fetch(book: Book, event: ev.MessageReceived, now: float) -> None:
         assert error is not None
         _fail(book, event.session, message.sink, message.fetch, error)
         return
-    link.urgent += 1
+    link.fetch_begins(now)
     part.paths["fetches"] += 1
     book.emit(do.ServeFetch(part.transfer, event.session, message.sink, message))
 
@@ -153,7 +153,7 @@ def on_fetch_served(book: Book, event: ev.FetchServed, now: float) -> None:
     link = book.links.get(event.session)
     if link is None:
         return  # the session has ended meanwhile
-    link.urgent -= 1
+    link.fetch_ended()
     if event.error is not None:
         _fail(book, event.session, event.sink, event.fetch, event.error)
     else:

@@ -18,6 +18,8 @@ MIN_WINDOW = 128 << 10
 FIRST_WINDOW = 1 << 20
 """Until the link's rate has been measured."""
 MIN_CHUNK = 32 << 10
+PAUSE_S = 0.05
+"""Bulk work holds back for so long at most while fetches are being served; then it goes on with a quarter of its room."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,7 +31,8 @@ class Link:
     chunk: int = 1 << 20
     """Most bytes of one turn."""
     delay_s: float = 0.0
-    """How long bytes under way may wait in the link's queues; 0: no such bound."""
+    """How long bytes under way may wait in the link's queues; 0: no such bound. Half of it is aimed at, since steering
+    by observed delay overshoots."""
     in_flight: int = 0
     writes: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     """Bytes and path of each write under way."""
@@ -39,6 +42,8 @@ class Link:
     """The same, for speculative work."""
     urgent: int = 0
     """Fetches that are being served."""
+    urgent_since: float = 0.0
+    """When the first of them began."""
     estimate: RateEstimate = dataclasses.field(default_factory=RateEstimate)
     room: Room | None = None
     _sent: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -46,7 +51,7 @@ class Link:
     def __post_init__(self) -> None:
         if self.delay_s:
             least, first = min(self.window, MIN_WINDOW), min(self.window, FIRST_WINDOW)
-            self.room = Room(self.delay_s, least, self.window, first)
+            self.room = Room(self.delay_s / 2, least, self.window, first)
 
     def add(self, transfer: TransferId, *, late: bool = False) -> None:
         """The part has work; it gets its turn after those that wait already."""
@@ -92,6 +97,20 @@ class Link:
         be exceeded by one turn."""
         turn = self.piece if self.room is not None else 1
         return self.in_flight > 0 and self.in_flight + turn > self.limit
+
+    def fetch_begins(self, now: float) -> None:
+        """A fetch is being served from now on."""
+        if not self.urgent:
+            self.urgent_since = now
+        self.urgent += 1
+
+    def fetch_ended(self) -> None:
+        self.urgent -= 1
+
+    def paused(self, now: float) -> bool:
+        """Whether bulk work holds back altogether: the queue that a fetch finds then drains at once, which matters
+        most where the fetch's own connection has to grow its window first. Fetch upon fetch does not starve bulk."""
+        return bool(self.urgent and self.delay_s) and now - self.urgent_since < PAUSE_S
 
     def next_turn(self) -> TransferId:
         """The part whose turn it is; it goes to the end of its queue."""

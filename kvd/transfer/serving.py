@@ -68,7 +68,7 @@ async def serve_fetch(
             offset=message.offset,
             stride=message.stride,
         )
-    staging = await pool.lease_soon(nbytes, STAGING)
+    staging = await pool.lease_soon(nbytes, STAGING, limited=False)
     try:
         start = layout.layer_offset(message.layer)
         source = np.frombuffer(lease.memory[start : start + layout.layer_bytes], np.uint8)

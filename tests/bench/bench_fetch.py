@@ -1,8 +1,8 @@
 """A 64 KiB fetch on an idle link and beside a bulk backlog of 200 MB, on two hosts joined by a shaped veth pair.
 
-``python -m tests.bench.bench_fetch [--rate 1gbit] [--fetches 200]``, as root. The link is shaped by the kernel (tbf), not
-by kvd: what kvd keeps on its way is its own doing. Prints the distribution of both, and the mark: beside the backlog, the
-99th percentile is at most twice the idle one plus one window (`selective.fetch_delay_s`).
+``python -m tests.bench.bench_fetch [--rate 1gbit] [--fetches 200]``, as root. The link is shaped by the kernel (tbf),
+not by kvd: what kvd keeps on its way is its own doing. Prints the distribution of both, and the mark: beside the
+backlog, the 99th percentile is at most twice the idle one plus one window (`selective.fetch_delay_s`).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def measure(source: Client, sink: Client, fetches: int, rate: str) -> None:
             show("backlog", busy)
             bound = 2 * quantile(idle, 0.99) + WINDOW_S
             print(
-                f"link {rate}: p99 beside the backlog {1e3 * quantile(busy, 0.99):.2f} ms; the mark is twice the idle p99 "
-                f"plus one window: {1e3 * bound:.2f} ms"
+                f"link {rate}: p99 beside the backlog {1e3 * quantile(busy, 0.99):.2f} ms; the mark is twice the idle "
+                f"p99 plus one window: {1e3 * bound:.2f} ms"
             )
         prefill.abort("the benchmark is over")
 

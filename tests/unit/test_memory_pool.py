@@ -356,6 +356,26 @@ async def test_many_that_wait_for_memory_share_the_arena_that_is_made() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1])
+async def test_a_lease_of_less_than_a_page_makes_one_arena(nbytes: int) -> None:
+    """Small fetches are gathered in such leases; with huge pages on "auto" no arena was ever good enough for them."""
+    pool = Pool(4 * ARENA, ARENA, "auto")
+    lease = await pool.lease_soon(nbytes, "x")
+    assert (lease.nbytes, pool.registered) == (nbytes, ARENA)
+    assert pool.lease(nbytes, "x").nbytes == nbytes
+    assert pool.registered == ARENA
+    pool.close()
+
+
+async def test_what_the_daemon_needs_for_itself_is_not_limited_as_clients_are() -> None:
+    pool = small_pool(4, client_limit=ARENA)
+    await pool.lease_soon(ARENA, "staging", limited=False)
+    await pool.lease_soon(ARENA, "staging", limited=False)
+    with pytest.raises(Busy):
+        await pool.lease_soon(PAGE, "staging")
+    pool.close()
+
+
 async def test_a_cancelled_wait_leaves_a_usable_arena() -> None:
     gate = asyncio.Event()
     loop = asyncio.get_running_loop()
