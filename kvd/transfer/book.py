@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvd.errors import KvdError, ShuttingDown
+from kvd.errors import KvdError, NotFound, ShuttingDown
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
@@ -90,6 +90,7 @@ class Book:
             unsent = part.queue is not None and part.queue.pending_tokens
             if part.writes and (error is not None or unsent):
                 self.emit(do.CancelWrites(part.transfer))
+            self._fail_early(part)
         elif isinstance(part, SinkPart):
             if part.mode == "speculative" and before is State.RUNNING:
                 self.emit(do.WantWindows(part.transfer, False))
@@ -101,6 +102,17 @@ class Book:
         self.emit(
             do.ReportEnd(part.transfer, part.code, error.message if error else "", fields, part, self.now - part.opened)
         )
+
+    def _fail_early(self, part: SourcePart) -> None:
+        """Fetches that still wait for a layer get an answer; a sink that has everything serves them itself."""
+        early, part.early = part.early, []
+        for fetch in early:
+            assert part.session is not None
+            message = f"the source's side of request {part.request!r} ended before layer {fetch.layer} was computed"
+            failed = wire.FetchFailed(
+                transfer=fetch.sink, fetch=fetch.fetch, code=NotFound.code, message=message, fields={}
+            )
+            self.emit(do.SendMessage(part.session, failed))
 
     def _tell_end(self, part: Part, before: State, error: KvdError) -> None:
         assert part.session is not None

@@ -138,15 +138,35 @@ def on_fetch(book: Book, event: ev.MessageReceived, now: float) -> None:
         error = InvalidArgument(
             f"a fetch names layer {message.layer}; there are {part.layout.layers}", layer=message.layer
         )
-    elif not all(part.ready.covers(message.layer, row, 0, length) for row, length in enumerate(part.lengths)):
-        error = InvalidArgument(f"layer {message.layer} is not computed yet; fetch after prefill", layer=message.layer)
+    elif len(part.early) >= MAX_SERVED:
+        error = Busy(f"{MAX_SERVED} fetches wait for layers to be computed; fetch after prefill", retry_after_s=0.1)
     if error is not None or part is None:
         assert error is not None
         _fail(book, event.session, message.sink, message.fetch, error)
         return
-    link.fetch_begins(now)
+    if _layer_is_ready(part, message.layer):
+        _serve(book, part, event.session, message)
+    else:
+        part.early.append(message)
+
+
+def serve_early(book: Book, part: SourcePart) -> None:
+    """Something has become ready: serve the fetches that waited for it."""
+    if part.early and part.session is not None:
+        ready = [message for message in part.early if _layer_is_ready(part, message.layer)]
+        part.early = [message for message in part.early if message not in ready]
+        for message in ready:
+            _serve(book, part, part.session, message)
+
+
+def _layer_is_ready(part: SourcePart, layer: int) -> bool:
+    return all(part.ready.covers(layer, row, 0, length) for row, length in enumerate(part.lengths))
+
+
+def _serve(book: Book, part: SourcePart, session: ev.SessionId, message: wire.Fetch) -> None:
+    book.link(session).fetch_begins(book.now)
     part.paths["fetches"] += 1
-    book.emit(do.ServeFetch(part.transfer, event.session, message.sink, message))
+    book.emit(do.ServeFetch(part.transfer, session, message.sink, message))
 
 
 def on_fetch_served(book: Book, event: ev.FetchServed, now: float) -> None:

@@ -11,7 +11,7 @@ from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, shutting_down
 from kvd.transfer.delivery import cover, deliver, work_added
 from kvd.transfer.matching import check_held
-from kvd.transfer.on_demand import end_fetches, released
+from kvd.transfer.on_demand import end_fetches, released, serve_early
 from kvd.transfer.pairing import pair, send_open
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import ReadyTokens
@@ -121,6 +121,7 @@ def on_layer_ready(book: Book, event: ev.LayerReady, now: float) -> None:
         return
     if part.queue is not None:
         part.queue.add(new)
+        serve_early(book, part)
         work_added(book, part)
 
 

@@ -19,7 +19,7 @@ FIRST_WINDOW = 1 << 20
 """Until the link's rate has been measured."""
 MIN_CHUNK = 32 << 10
 PAUSE_S = 0.05
-"""Bulk work holds back for so long at most while fetches are being served; then it goes on with a quarter of its room."""
+"""Bulk work holds back for so long at most while fetches are served; then it goes on with a quarter of its room."""
 
 
 @dataclasses.dataclass(slots=True)

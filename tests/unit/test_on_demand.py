@@ -359,15 +359,28 @@ def test_a_fetch_of_an_unknown_layer(layer: int) -> None:
     assert (message.code, message.fields) == ("INVALID_ARGUMENT", {"layer": layer})
 
 
-def test_a_fetch_of_a_layer_that_is_not_all_computed() -> None:
+def test_a_fetch_that_overtakes_the_last_ring_waits_for_its_layer() -> None:
     node = source_running()
     node.ring(0, 0, 4)
     node.ring(1, 0, 3)
-    message = refused(node.hear(asked()))
-    assert (message.code, message.fields) == ("INVALID_ARGUMENT", {"layer": 1})
-    assert kinds(node.hear(asked(layer=0))) == ["ServeFetch"]
-    node.ring(1, 3, 4)
-    assert "ServeFetch" in kinds(node.hear(asked(8)))
+    assert node.hear(asked()) == []
+    assert urgent(node) == 0
+    assert "ServeFetch" in kinds(node.hear(asked(8, layer=0)))
+    out = node.ring(1, 3, 4)
+    (serve,) = (i for i in out if isinstance(i, do.ServeFetch))
+    assert serve.message.fetch == 7
+    assert "ServeFetch" in kinds(node.hear(asked(9)))
+    assert urgent(node) == 3
+
+
+def test_fetches_that_wait_for_a_layer_are_bounded_and_answered_when_the_source_ends() -> None:
+    node = source_running()
+    for number in range(MAX_SERVED):
+        assert node.hear(asked(number)) == []
+    assert refused(node.hear(asked(5000))).code == "BUSY"
+    out = node(ev.AbortRequested(1, Aborted("enough")))
+    assert [message.fetch for message in sent(out, wire.FetchFailed)] == list(range(MAX_SERVED))
+    assert source_part(node).early == []
 
 
 def test_a_session_has_a_bounded_number_of_fetches_in_service() -> None:
