@@ -12,7 +12,8 @@ from kvd_client.errors import KvdError
 from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange
 
 if TYPE_CHECKING:
-    from kvd_client.transfer import DecodeTransfer, PrefillTransfer
+    from kvd_client.decode import DecodeTransfer
+    from kvd_client.prefill import PrefillTransfer
 
 __all__ = [
     "Client",
@@ -27,8 +28,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("DecodeTransfer", "PrefillTransfer"):
-        from kvd_client import transfer
+    if name == "DecodeTransfer":
+        from kvd_client.decode import DecodeTransfer
 
-        return getattr(transfer, name)
+        return DecodeTransfer
+    if name == "PrefillTransfer":
+        from kvd_client.prefill import PrefillTransfer
+
+        return PrefillTransfer
     raise AttributeError(f"module 'kvd_client' has no attribute {name!r}")

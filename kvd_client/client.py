@@ -25,7 +25,8 @@ from kvd_client.protocol import (
 from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
 
 if TYPE_CHECKING:
-    from kvd_client.transfer import DecodeTransfer, PrefillTransfer
+    from kvd_client.decode import DecodeTransfer
+    from kvd_client.prefill import PrefillTransfer
 
 T = TypeVar("T")
 
@@ -138,7 +139,7 @@ class Client:
         Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
         :class:`PeerUnknown`, :class:`ShuttingDown`.
         """
-        from kvd_client.transfer import PrefillTransfer  # here, since NumPy costs more than all the rest
+        from kvd_client.prefill import PrefillTransfer  # here, since NumPy costs more than all the rest
 
         layout, start = self._layout(spec, lengths, capacity, heads, metadata)
         message = OpenSource(
@@ -189,7 +190,7 @@ class Client:
         ``landing_entries`` is the most KV entries of a (row, head) that one ``select`` or ``begin_fetch`` brings, 0
         where nothing will be selected; ``landing_slots`` how many of them can be under way at a time.
         """
-        from kvd_client.transfer import DecodeTransfer
+        from kvd_client.decode import DecodeTransfer
 
         slots = landing_slots if landing_entries else 0
         layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots)

@@ -20,11 +20,12 @@ from kvd_kernels import accumulate_blocks, gather, partition, token_entries
 
 from kvd_client.arrays import Bytes
 from kvd_client.counters import SelectionCounters, no_selections
+from kvd_client.decode import DecodeTransfer
 from kvd_client.errors import Busy, DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.fetch import FetchHandle
 from kvd_client.protocol import MAX_FRAME, ReportSelections
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE
-from kvd_client.transfer import DecodeTransfer, Index
+from kvd_client.transfer import Index
 
 NOTHING = -1
 """In a KV index: no entry. Only at the end of a row."""

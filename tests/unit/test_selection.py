@@ -19,10 +19,10 @@ from kvd_client.errors import (
     NotFound,
     PeerLost,
 )
+from kvd_client.prefill import PrefillTransfer
 from kvd_client.protocol import EVENT_METADATA_READY, Release
 from kvd_client.selection import as_completed, select_many
 from kvd_client.spec import MASK_LOCAL, MetadataSpec
-from kvd_client.transfer import PrefillTransfer
 from tests.unit.selection_fakes import GARBAGE, FakeConnection, FakeDaemon
 
 

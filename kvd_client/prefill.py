@@ -1,0 +1,169 @@
+"""The source's side of a transfer: layers are put in place and rung."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from kvd_client.arrays import items_of
+from kvd_client.connection import raise_if_failed
+from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
+from kvd_client.protocol import (
+    ALL_ROWS,
+    EVENT_LAYER_READY,
+    EVENT_METADATA_READY,
+    SLOT_DELIVERED,
+    Finish,
+)
+
+if TYPE_CHECKING:
+    pass
+
+from kvd_client.transfer import Transfer, deadline_of, released_error
+
+
+class PrefillTransfer(Transfer):
+    """A transfer at its source: put each layer's entries in place, ring, and :meth:`finish`.
+
+    As a context manager it finishes and releases at the end of the block, and aborts if the block raises.
+    """
+
+    def put_layer(
+        self,
+        layer: int,
+        entries: Any = None,
+        *,
+        k: Any = None,
+        v: Any = None,
+        row: int | None = None,
+        start: int = 0,
+    ) -> None:
+        """Copy tokens ``start`` and following of a layer into the lease, and tell the daemon that they are there.
+
+        Either ``k`` and ``v``, each (rows, heads, tokens, dim) of a dtype whose ``dim`` values fill half an entry
+        (K first); or ``entries``, (rows, tokens, heads, entry_bytes) of bytes. NumPy arrays and torch tensors, on
+        any device, of any dtype. With ``row`` the arrays are one sequence's, without the first axis or with 1 there.
+        Rows are padded on the right: tokens beyond a row's length are neither copied nor sent.
+
+        Raises :class:`InvalidArgument` for a shape that does not fit, before anything is copied.
+        """
+        self._check(layer)
+        p = self.layout
+        if row is not None:
+            self._check_row(row)
+        rows = p.rows if row is None else 1
+        if start < 0:
+            raise InvalidArgument(f"start is {start}; it must not be negative", start=start)
+        # Opaque items of half an entry, or a whole one, copy faster than bytes do, and need no common dtype.
+        if entries is not None and k is None and v is None:
+            sources = [items_of(entries, "entries", row, p.entry_bytes)]
+            expected = (rows, -1, p.heads)
+        elif entries is None and k is not None and v is not None:
+            if p.entry_bytes % 2:
+                raise InvalidArgument(f"entries of {p.entry_bytes} bytes have no K and V of equal size; give entries")
+            half = p.entry_bytes // 2
+            sources = [items_of(x, name, row, half).transpose(0, 2, 1) for name, x in (("k", k), ("v", v))]
+            expected = (rows, -1, p.heads)
+        else:
+            raise InvalidArgument("put_layer needs either entries, or both k and v")
+        tokens = sources[0].shape[1]
+        for source in sources:
+            if source.shape != (rows, tokens, p.heads):
+                raise InvalidArgument(
+                    f"put_layer got (rows, tokens, heads) = {source.shape} where "
+                    f"({expected[0]}, {tokens}, {p.heads}) is needed",
+                    layer=layer,
+                    got=list(source.shape),
+                )
+        target = self._layer(layer).view(sources[0].dtype)
+        for i, source in enumerate(sources):
+            self._copy(target[..., i], source, row, start, tokens)
+        self._ring(layer, start, min(start + tokens, self._longest), row)
+
+    def _copy(
+        self, target: npt.NDArray[Any], source: npt.NDArray[Any], row: int | None, start: int, tokens: int
+    ) -> None:
+        if row is None and self._equal:
+            stop = min(start + tokens, self._longest)
+            if stop > start:
+                target[:, start:stop] = source[:, : stop - start]
+            return
+        for i, r in enumerate(range(self.layout.rows) if row is None else (row,)):
+            stop = min(start + tokens, self.lengths[r])
+            if stop > start:
+                target[r, start:stop] = source[i, : stop - start]
+
+    def layer_ready(self, layer: int, start: int = 0, stop: int | None = None, row: int | None = None) -> None:
+        """Tell the daemon that tokens ``[start, stop)`` of a layer are in place, in ``row`` or in every row.
+
+        ``stop`` defaults to the end; ranges are clipped to each row's length. Only needed where the bytes were
+        written through :meth:`layer`. Raises :class:`Busy` if the daemon takes no events for the client's timeout.
+        """
+        self._check(layer)
+        if row is not None:
+            self._check_row(row)
+        last = self._longest if stop is None else min(stop, self._longest)
+        if start < 0 or (stop is not None and stop < start):
+            raise InvalidArgument(f"tokens [{start}, {stop}) are no range", start=start, stop=stop)
+        self._ring(layer, start, last, row)
+
+    def _ring(self, layer: int, start: int, stop: int, row: int | None) -> None:
+        if row is not None:
+            stop = min(stop, self.lengths[row])
+        if stop > start:
+            self._connection.ring(self._part, EVENT_LAYER_READY, layer, ALL_ROWS if row is None else row, start, stop)
+
+    def metadata_ready(self, layer: int) -> None:
+        """Tell the daemon that the metadata arrays of a layer are complete; they travel ahead of its entries."""
+        self._check(layer)
+        if not self.layout.metadata:
+            raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
+        self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
+
+    def finish(self, wait: bool = True, timeout_s: float | None = None) -> None:
+        """Say that every token of every layer has been rung, and wait until all is delivered.
+
+        Raises the error with which the transfer failed; :class:`InvalidArgument` if something has not been rung;
+        :class:`DeadlineExceeded` after ``timeout_s`` seconds, with the transfer going on.
+        """
+        try:
+            if self._delivered():
+                return  # whether or not the daemon still lives
+            self._check(0)
+            self._connection.request(Finish(transfer=self._part.transfer))
+            if wait:
+                self.wait_delivered(timeout_s)
+        except KvdError:
+            self._told = True
+            raise
+
+    def wait_delivered(self, timeout_s: float | None = None) -> None:
+        """Wait until the sink has everything; raises as :meth:`finish`."""
+        connection, part = self._connection, self._part
+
+        def delivered() -> bool | None:
+            if part.released:
+                raise released_error(part)
+            raise_if_failed(part)
+            return self._delivered() or None
+
+        self._connection.check()
+        if not connection.wait(delivered, deadline_of(timeout_s)):
+            raise DeadlineExceeded(
+                f"transfer {part.transfer} was not delivered within {timeout_s:g} s; it goes on, wait again or abort",
+                transfer=part.transfer,
+                timeout_s=timeout_s,
+            )
+
+    def _delivered(self) -> bool:
+        part = self._part
+        if part.released:
+            return False
+        ended = part.ended is not None and part.ended.code == "OK"
+        return ended or self._connection.doorbell.state(part.slot) == SLOT_DELIVERED
+
+    def _leave(self) -> None:
+        # Whoever has caught the error of a finish, or has aborted, need not hear of it again at the end of the block.
+        if not self._told:
+            self.finish()
