@@ -48,11 +48,22 @@ def fill(book: Book, session: ev.SessionId, link: Link) -> None:
             link.remove(part.transfer)
         elif path is Path.SPECULATIVE and link.turns:
             link.add(part.transfer, late=True)  # what it had to push is done
+        elif path is Path.SPECULATIVE and not part.queue.policy.adaptive and part.idle.room <= 0:
+            link.remove(part.transfer)  # until the next window
         else:
-            for layer, ranges in part.queue.take(link.piece):
+            for layer, ranges in part.queue.take(_turn(part, link, path)):
                 nbytes = sum(r.stop - r.start for r in ranges) * part.layout.token_bytes
+                part.idle.room -= nbytes
                 write = _submit(book, part, session, link, nbytes, path.value)
                 book.emit(do.WriteTokens(part.transfer, session, write, Lane.BULK, path, layer, ranges, nbytes))
+
+
+def _turn(part: SourcePart, link: Link, path: Path) -> int:
+    """Most bytes of a part's next turn."""
+    assert part.queue is not None
+    if path is Path.SPECULATIVE and not part.queue.policy.adaptive:
+        return min(link.piece, part.idle.room)
+    return link.piece
 
 
 def _submit(book: Book, part: SourcePart, session: ev.SessionId, link: Link, nbytes: int, path: str) -> int:

@@ -144,6 +144,7 @@ def on_fetch(book: Book, event: ev.MessageReceived, now: float) -> None:
         assert error is not None
         _fail(book, event.session, message.sink, message.fetch, error)
         return
+    part.idle.fetch(now)
     if _layer_is_ready(part, message.layer):
         _serve(book, part, event.session, message)
     else:
@@ -196,5 +197,7 @@ def on_idle(book: Book, event: ev.MessageReceived, now: float) -> None:
     if part is not None and part.queue is not None and not part.ended:
         for _ in range(min(message.windows, part.layout.layers)):
             part.queue.window()
+        link = book.link(event.session)
+        part.idle.window(now, link.rate, part.layout.token_bytes)
         part.paths["windows"] = part.queue.windows_used
         work_added(book, part)

@@ -27,6 +27,7 @@ import enum
 from kvd.mask import IntervalSet
 from kvd.transfer.events import ClientId, FetchRequested, SessionId
 from kvd.transfer.queue import ReadyTokens, SendQueue
+from kvd.transfer.rate import IdleTime
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import Fetch
 from kvd_client.spec import KVSpec, PartLayout, TokenRange
@@ -92,6 +93,7 @@ class SourcePart(Part):
     """Layers whose metadata is complete."""
     metadata_queue: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Those to be sent yet."""
+    idle: IdleTime = dataclasses.field(default_factory=IdleTime)
     early: list[Fetch] = dataclasses.field(default_factory=list)
     """Fetches of layers that are not ready yet: they can overtake the ring's last events."""
     prefill_s: float = 0.0

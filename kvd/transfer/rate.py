@@ -58,3 +58,38 @@ class Room:
             return  # nobody knows what more would have done
         change = (GROWTH if off > 0 else SHRINKAGE) * off * min(1.0, nbytes / self.nbytes)
         self.nbytes = max(self.least, min(self.most, self.nbytes * (1.0 + change)))
+
+
+UNBOUNDED = 1 << 62
+
+
+@dataclasses.dataclass(slots=True)
+class IdleTime:
+    """How long idle windows last: from the beginning of an attention layer to the next fetch, or to the next window.
+
+    What is sent in a window should be through when the fetch comes: in the first steps a decode fetches in every
+    layer, and the link's idle time is no more than the attention itself.
+    """
+
+    room: int = 0
+    """Bytes that may still be sent in the current window."""
+    expected_s: float | None = None
+    _since: float | None = None
+    """Beginning of a window whose length is not known yet."""
+
+    def window(self, now: float, rate: float, least: int) -> None:
+        """A window begins on a link of ``rate`` bytes a second (0: unknown). ``least`` bytes may be sent in any case,
+        any number while nothing is known."""
+        self._end(now)
+        self._since = now
+        self.room = max(least, int(self.expected_s * rate) if self.expected_s and rate else UNBOUNDED)
+
+    def fetch(self, now: float) -> None:
+        """A fetch comes: the window is over."""
+        self._end(now)
+        self.room = 0
+
+    def _end(self, now: float) -> None:
+        if self._since is not None:
+            sample, self._since = now - self._since, None
+            self.expected_s = sample if self.expected_s is None else self.expected_s + 0.25 * (sample - self.expected_s)

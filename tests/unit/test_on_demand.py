@@ -16,6 +16,7 @@ from kvd.transfer.core import Settings
 from kvd.transfer.on_demand import MAX_FETCH_BYTES, MAX_SERVED
 from kvd.transfer.part import SinkPart, SourcePart, State
 from kvd.transfer.policy import Profiled, Selective
+from kvd.transfer.rate import UNBOUNDED, IdleTime
 from kvd.types import Path, Role
 from kvd.wire import messages as wire
 from kvd.wire.framing import encode
@@ -562,10 +563,39 @@ def test_speculation_pauses_while_a_fetch_is_served_and_resumes_after_it() -> No
     settle(node, node.done(1) + node.done(2))
     node.hear(asked(layer=3))
     assert node.hear(wire.Idle(transfer=1, windows=4)) == []
+    (first, second) = only(node(served()), do.WriteTokens)
+    assert (first.path, second.path) == (Path.SPECULATIVE, Path.SPECULATIVE)
+
+
+def test_a_fetch_ends_the_window() -> None:
+    node = deep_source(finished=False)
+    node.ring(3, 0, 4)
+    node.ring(2, 0, 4)
+    node(ev.SourceFinished(1))
+    settle(node, node.done(1) + node.done(2))
+    node.hear(asked(layer=3))
+    assert node.hear(wire.Idle(transfer=1, windows=4)) == []
     node.hear(asked(8, layer=2))
     assert node(served()) == []
-    (first, second) = only(node(served(8)), do.WriteTokens)
-    assert (first.path, second.path) == (Path.SPECULATIVE, Path.SPECULATIVE)
+    assert node(served(8)) == []
+    assert len(only(node.hear(wire.Idle(transfer=1, windows=4)), do.WriteTokens)) == 2
+
+
+def test_a_window_brings_no_more_than_the_link_carries_until_the_next_fetch() -> None:
+    idle = IdleTime()
+    idle.window(10.0, 1e6, 100)
+    assert idle.room == UNBOUNDED
+    idle.fetch(10.003)
+    assert idle.room == 0
+    idle.window(10.01, 1e6, 100)
+    assert idle.room == pytest.approx(3000, abs=1)
+    idle.window(10.03, 1e6, 100)  # nothing was missing this time: the window lasted until this one
+    assert idle.expected_s == pytest.approx(0.003 + 0.25 * 0.017)
+    idle.window(10.03, 0.0, 100)
+    assert idle.room == UNBOUNDED
+    idle.fetch(10.03)
+    idle.window(10.04, 10.0, 100)
+    assert idle.room == 100
 
 
 def test_what_prefill_pushes_does_not_pause_for_fetches() -> None:
