@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_SOCKET = "/run/kvd/kvd.sock"
+SYSTEM_SOCKET = "/run/kvd/kvd.sock"
 _PIECE = 512 << 10
 """Bytes of a profile file in one message."""
 
@@ -38,7 +38,7 @@ _PIECE = 512 << 10
 class Client:
     """The node's daemon, as seen by one inference process. Blocking; any thread may use it.
 
-    ``socket_path`` defaults to ``$KVD_SOCKET``, else ``/run/kvd/kvd.sock``. ``name`` is what the process calls itself
+    ``socket_path`` defaults to :func:`default_socket`. ``name`` is what the process calls itself
     in status and logs. ``timeout_s`` bounds each request, not the life of a transfer.
 
     The connection is made by the first call that needs it, and made anew by the first call after it was lost;
@@ -48,7 +48,7 @@ class Client:
     """
 
     def __init__(self, socket_path: str | os.PathLike[str] | None = None, name: str = "", timeout_s: float = 10.0):
-        self.socket_path = os.fspath(socket_path or os.environ.get("KVD_SOCKET") or DEFAULT_SOCKET)
+        self.socket_path = os.fspath(socket_path or default_socket())
         self.name = name or f"process {os.getpid()}"
         self._timeout_s = timeout_s
         self._pid = forks.pid
@@ -301,3 +301,14 @@ def _mode(mode: str) -> str:
     if mode and mode not in MODES:
         raise InvalidArgument(f"there is no mode {mode!r}; give one of {', '.join(MODES)}", mode=mode)
     return mode
+
+
+def default_socket() -> str:
+    """``$KVD_SOCKET``, else the system's daemon's socket, else, where only that one exists, the socket of a daemon
+    that this user runs (``kvd serve`` without root)."""
+    named = os.environ.get("KVD_SOCKET")
+    if named:
+        return named
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    own = os.path.join(runtime, "kvd", "kvd.sock") if runtime else f"/tmp/kvd-{os.getuid()}/kvd.sock"
+    return own if os.path.exists(own) and not os.path.exists(SYSTEM_SOCKET) else SYSTEM_SOCKET
