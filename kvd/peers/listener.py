@@ -118,9 +118,7 @@ class Listener:
                     async with asyncio.timeout(wait_s):
                         await self._freed.wait()
             else:
-                oldest.evicted = Busy(
-                    f"{self._limit} connections wait for their handshake; this was the oldest"
-                )
+                oldest.evicted = Busy(f"{self._limit} connections wait for their handshake; this was the oldest")
                 assert oldest.task is not None
                 oldest.task.cancel()
                 self._release(oldest)

@@ -241,9 +241,7 @@ class Peers:
                     streams[lane] = await sockets.connect(family, remote)
                     opened.append(streams[lane])
                     nonce = secrets.token_bytes(NONCE_BYTES)
-                    await sockets.negotiate(
-                        streams[lane], LaneDialler(self.node, peer, lane=lane, nonce=nonce)
-                    )
+                    await sockets.negotiate(streams[lane], LaneDialler(self.node, peer, lane=lane, nonce=nonce))
                 opened.clear()
                 joining = self._join(peer, link, streams, address=address, dialled=True)
                 return await unless_ended(link, joining)
@@ -286,9 +284,7 @@ class Peers:
                     return
                 link = await self._open_link(event.node, connection)
                 if len(self._links) > MAX_SESSIONS:
-                    raise Busy(
-                        f"node {self.node} has {MAX_SESSIONS} sessions, its limit; end some of them first"
-                    )
+                    raise Busy(f"node {self.node} has {MAX_SESSIONS} sessions, its limit; end some of them first")
                 self._end_earlier_runs(event.node, event.boot)
                 await unless_ended(link, self._join_incoming(event, link, incoming, source))
         except (KvdError, OSError) as caught:  # TimeoutError is an OSError
@@ -339,9 +335,7 @@ class Peers:
 
     async def _open_link(self, peer: NodeId, control: socket.socket) -> ControlLink:
         """Put the control connection, which is through its handshake, into a link's hands."""
-        link = ControlLink(
-            peer, heartbeat_s=self._config.heartbeat_s, timeout_s=self._config.timeout_s, log=self._log
-        )
+        link = ControlLink(peer, heartbeat_s=self._config.heartbeat_s, timeout_s=self._config.timeout_s, log=self._log)
         try:
             await asyncio.get_running_loop().create_connection(lambda: link, sock=control)
         except BaseException:
@@ -394,9 +388,7 @@ class Peers:
                 )
         self._sessions.setdefault(session.node, []).append(session)
         self._records.connected(session)
-        self._log.info(
-            "peer connected", peer=session.node, boot=session.boot, address=address, dialled=dialled
-        )
+        self._log.info("peer connected", peer=session.node, boot=session.boot, address=address, dialled=dialled)
         session.start()
         return session
 

@@ -66,9 +66,7 @@ class Records:
             for node, record in sorted(self._records.items())
         ]
 
-    def _status(
-        self, node: NodeId, record: _Record, sessions: Sequence[PeerSession], connecting: bool
-    ) -> PeerStatus:
+    def _status(self, node: NodeId, record: _Record, sessions: Sequence[PeerSession], connecting: bool) -> PeerStatus:
         live = next((session for session in sessions if session.error is None), None)
         error = record.error
         if record.failures > 1:

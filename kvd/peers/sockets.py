@@ -75,8 +75,7 @@ async def listen(text: str) -> list[socket.socket]:
                 address=text,
             ) from None
         raise ConfigError(
-            f"peers.listen: can't listen on {text}: {reason_of(error)}; give an address of "
-            "this host and a free port",
+            f"peers.listen: can't listen on {text}: {reason_of(error)}; give an address of this host and a free port",
             key="peers.listen",
             address=text,
         ) from None

@@ -48,6 +48,4 @@ def lane_key(key: bytes, transcript: bytes) -> bytes:
 
 def failure(us: str, them: str) -> AuthenticationFailed:
     """The error of a proof that is wrong, the same for every way in which it can be."""
-    return AuthenticationFailed(
-        f"{us} and {them} could not authenticate each other; give both the same shared key"
-    )
+    return AuthenticationFailed(f"{us} and {them} could not authenticate each other; give both the same shared key")

@@ -454,9 +454,7 @@ class Acceptor(Handshake):
         self._finish(LaneEstablished(self._session, self._lane))
 
 
-def _proven(
-    keys: tuple[bytes, ...], role: bytes, transcript: bytes, proof: Proof
-) -> tuple[bool, bytes | None]:
+def _proven(keys: tuple[bytes, ...], role: bytes, transcript: bytes, proof: Proof) -> tuple[bool, bytes | None]:
     if not keys:
         return proof.proof == b"", None
     key = auth.matching_key(keys, role, transcript, proof.proof)
@@ -464,6 +462,4 @@ def _proven(
 
 
 def _established(hello: Hello, welcome: Welcome, key: bytes, authenticated: bool) -> Established:
-    return Established(
-        hello.node, hello.boot, hello.address, welcome.fabric, welcome.session, key, authenticated
-    )
+    return Established(hello.node, hello.boot, hello.address, welcome.fabric, welcome.session, key, authenticated)

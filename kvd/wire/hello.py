@@ -150,9 +150,7 @@ def decode(body: bytes) -> HandshakeMessage:
     try:
         msgpack.unpackb(body, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
     except Exception as error:  # msgpack raises a dozen unrelated types on foreign bytes
-        raise ProtocolError(
-            f"bytes that are not msgpack within the limits: {error or type(error).__name__}"
-        ) from None
+        raise ProtocolError(f"bytes that are not msgpack within the limits: {error or type(error).__name__}") from None
     return convert(body, HandshakeMessage)  # type: ignore[no-any-return]
 
 
@@ -170,8 +168,7 @@ def make_hello(identity: Identity, nonce: bytes, expect: NodeId) -> Hello:
     )
     if len(msgspec.msgpack.encode(hello)) > MAX_MESSAGE:
         raise InvalidArgument(
-            f"what node {identity.node} must say in a handshake exceeds {MAX_MESSAGE} bytes; "
-            "shorten its fingerprint"
+            f"what node {identity.node} must say in a handshake exceeds {MAX_MESSAGE} bytes; shorten its fingerprint"
         )
     return hello
 
@@ -251,9 +248,7 @@ def rejection(reject: Reject, them: str) -> KvdError:
     """The error of a :class:`Reject` that came from ``them``, who may be a stranger."""
     text = printable(reject.message)
     if reject.code not in _REJECT_CODES:
-        return ProtocolError(
-            f"{them} refused the handshake with the unknown code {printable(reject.code)}: {text}"
-        )
+        return ProtocolError(f"{them} refused the handshake with the unknown code {printable(reject.code)}: {text}")
     return error_from_code(reject.code, text, reject.fields)
 
 

@@ -95,9 +95,7 @@ class PrefillCache(DynamicCache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._put(layer_idx, self.get_seq_length(layer_idx), key_states, value_states)
-        both: tuple[torch.Tensor, torch.Tensor] = super().update(
-            key_states, value_states, layer_idx, *args, **kwargs
-        )
+        both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return both
 
 
@@ -159,9 +157,7 @@ def call(model: Any, input_ids: torch.Tensor, cache: Cache, **kwargs: Any) -> to
     return logits
 
 
-def call_step(
-    model: Any, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, step: Step
-) -> torch.Tensor:
+def call_step(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, step: Step) -> torch.Tensor:
     """Run one decode step: ``input_ids`` and ``positions`` are (rows, 1), the logits (rows, vocabulary)."""
     with _attention_of(model):
         logits = call(model, input_ids, cache, position_ids=positions, **{STEP: step})

@@ -190,9 +190,7 @@ def decode(
     return _steps(state, tokens, max_new_tokens, frozenset(eos))
 
 
-def _steps(
-    state: _Decode, tokens: list[int], max_new_tokens: int, eos: frozenset[int]
-) -> Iterator[DecodeStep]:
+def _steps(state: _Decode, tokens: list[int], max_new_tokens: int, eos: frozenset[int]) -> Iterator[DecodeStep]:
     for index in range(1, max_new_tokens):
         if all(token in eos for token in tokens):
             return

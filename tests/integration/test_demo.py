@@ -30,9 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model with a token for each byte, written as Hugging Face writes it."""
     folder = tmp_path_factory.mktemp("model") / "tiny-llama"
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[])
-    )
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
@@ -145,9 +143,7 @@ def test_json_is_all_of_standard_output(tmp_path: Path, model: Path) -> None:
 def test_a_prompt_of_ones_own_on_an_unlimited_link(tmp_path: Path, model: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Wer reitet so spät durch Nacht und Wind? " * 4)
-    demo = Demo(
-        tmp_path, "--model", str(model), "--prompt-file", str(prompt), "--tokens", "3", "--link", "unlimited"
-    )
+    demo = Demo(tmp_path, "--model", str(model), "--prompt-file", str(prompt), "--tokens", "3", "--link", "unlimited")
     assert demo.end() == 0, demo.err
     assert only_text(demo.out + demo.err)
     table = dict(line.split("  ", 1) for line in demo.out.splitlines()[-11:])
@@ -169,9 +165,7 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, model: Path, stage: str) -> None:
     # A slow link and many tokens: no stage is over before the signal arrives.
-    demo = Demo(
-        tmp_path, "--model", str(model), "--prompt-tokens", "120", "--tokens", "300", "--link", "100kbit"
-    )
+    demo = Demo(tmp_path, "--model", str(model), "--prompt-tokens", "120", "--tokens", "300", "--link", "100kbit")
     demo.until(lambda: STAGES[stage](demo))
     demo.process.send_signal(signal.SIGINT)
     assert demo.end() == 130, demo.err
@@ -212,9 +206,7 @@ def test_a_killed_process_ends_it_with_one_sentence(tmp_path: Path, model: Path,
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(
-    tmp_path: Path, model: Path, arguments: list[str], sentence: str
-) -> None:
+def test_what_cannot_be_done_is_said(tmp_path: Path, model: Path, arguments: list[str], sentence: str) -> None:
     demo = Demo(tmp_path, "--model", str(model), *arguments)
     assert demo.end() == 1
     assert demo.out == ""

@@ -29,9 +29,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonPr
 class Prefill(threading.Thread):
     """The prefill side in a thread with a client of its own."""
 
-    def __init__(
-        self, daemon: DaemonProcess, request: str, model: Any, prompts: list[list[int]], **how: Any
-    ) -> None:
+    def __init__(self, daemon: DaemonProcess, request: str, model: Any, prompts: list[list[int]], **how: Any) -> None:
         super().__init__(daemon=True)
         self._daemon, self._request, self._model, self._prompts, self._how = (
             daemon,
@@ -74,9 +72,7 @@ def through_daemons(
     source = Prefill(daemons[0], request, model, prompts, **how)
     with (
         daemons[1].client("decode") as client,
-        client.decode(
-            request, spec_of(model), lengths, capacity=max(lengths) + NEW - 1, source="prefill"
-        ) as transfer,
+        client.decode(request, spec_of(model), lengths, capacity=max(lengths) + NEW - 1, source="prefill") as transfer,
     ):
         first = source.first()
         assert source.error is None
@@ -91,9 +87,7 @@ def through_daemons(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_row_equals_a_single_process_bit_by_bit(
-    daemons: tuple[DaemonProcess, DaemonProcess], name: str
-) -> None:
+def test_one_row_equals_a_single_process_bit_by_bit(daemons: tuple[DaemonProcess, DaemonProcess], name: str) -> None:
     model, prompts = random_model(name), random_prompts(300)
     tokens, logits = through_daemons(daemons, f"one-{name}", model, prompts)
     alone = generate_local(model, prompts, NEW)

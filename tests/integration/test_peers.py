@@ -417,9 +417,7 @@ class Puppet:
     """A peer that goes through the handshake and does nothing by itself afterwards, as a stopped process would."""
 
     def __init__(self, name, target, *, keys=(KEY,), fabric="none"):
-        self.identity = Identity(
-            node=name, boot="p", address="", fingerprint=FINGERPRINT, fabrics=(fabric,), keys=keys
-        )
+        self.identity = Identity(node=name, boot="p", address="", fingerprint=FINGERPRINT, fabrics=(fabric,), keys=keys)
         self.target = target
 
     async def connect(self):
@@ -664,9 +662,7 @@ async def test_refusals_are_told_to_both_sides_and_both_live_on(start, logged, c
     c = await start("c")
     assert (await c.peers.session("b")).node == "b"
     assert logged.entries
-    assert not [
-        entry for entry in logged.entries if KEY.decode() in repr(entry) or OTHER.decode() in repr(entry)
-    ]
+    assert not [entry for entry in logged.entries if KEY.decode() in repr(entry) or OTHER.decode() in repr(entry)]
 
 
 @both_loops

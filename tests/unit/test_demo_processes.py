@@ -182,9 +182,7 @@ async def test_what_ignores_signals_is_killed(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_kill_cuts_stop_short(tmp_path: Path) -> None:
-    code = (
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); signal.pause()"
-    )
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); signal.pause()"
     made = Children(tmp_path, child_environment(os.environ))
     made.start("stubborn", python(code), talks=False)
     stop = asyncio.create_task(made.stop())

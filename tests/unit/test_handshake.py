@@ -25,9 +25,7 @@ from kvd.wire.messages import WIRE_VERSION
 KEY, OTHER = b"k" * 32, b"o" * 32
 FINGERPRINT = {"lease_layout": 1, "entry_order": "token-major"}
 SESSION = b"s" * 16
-A = Identity(
-    node="a", boot="a1", address="10.0.0.1:7440", fingerprint=FINGERPRINT, fabrics=("tcp",), keys=(KEY,)
-)
+A = Identity(node="a", boot="a1", address="10.0.0.1:7440", fingerprint=FINGERPRINT, fabrics=("tcp",), keys=(KEY,))
 B = dataclasses.replace(A, node="b", boot="b1", address="[fd00::2]:7440")
 
 
