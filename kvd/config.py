@@ -96,8 +96,8 @@ class Selective(_Section, frozen=True, kw_only=True):
     """What is pushed when, where neither process of a transfer says so."""
     budget: Literal["deadline", "fixed"] = "deadline"
     """``deadline``: push by importance until the first token exists. ``fixed``: so many blocks as equation 2 allows."""
-    speculative: Literal["windows", "adaptive"] = "windows"
-    """``windows``: a share in each idle window. ``adaptive``: as fast as ``fetch_delay_s`` allows."""
+    speculative: Literal["adaptive", "windows"] = "adaptive"
+    """``adaptive``: as fast as ``fetch_delay_s`` allows. ``windows``: a share in each idle window."""
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
     """Of all blocks, in the idle windows of one decode iteration."""
     fetch_delay_s: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.01

@@ -109,7 +109,14 @@ def _policy(book: Book, part: SourcePart, session: ev.SessionId, message: wire.O
     if part.prefill_s:
         known = dataclasses.replace(known, prefill_s=part.prefill_s)
     mode = message.mode or part.mode or settings.selective.mode
-    return choose_policy(mode, settings.selective, known, layers=part.layout.layers, lengths=part.lengths)
+    return choose_policy(
+        mode,
+        settings.selective,
+        known,
+        layers=part.layout.layers,
+        lengths=part.lengths,
+        token_bytes=part.layout.token_bytes,
+    )
 
 
 def refuse(book: Book, session: ev.SessionId, sink: TransferId, error: KvdError) -> None:

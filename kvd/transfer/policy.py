@@ -13,9 +13,12 @@ from kvd.importance.matrix import ImportanceMatrix
 from kvd.transfer.queue import Policy
 from kvd_client.protocol import MODES
 
-CLASSES = 64
+MIN_CLASSES, MAX_CLASSES = 8, 64
 """Degrees of importance that the order tells apart. Blocks of one class are sent by address, in long runs; more
 classes would cut the runs without changing which entries are missing by more than a fraction of a percent."""
+
+RUN_BYTES = 32 << 10
+"""What one class of one layer should have at least: a write costs the same CPU time whatever its size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Selective:
     """Where neither process names one."""
     budget: str = "deadline"
     """``fixed``: K_r of equation 2. ``deadline``: push by importance until the first token exists."""
-    speculative: str = "windows"
+    speculative: str = "adaptive"
     """``windows``: a share in each idle window. ``adaptive``: as fast as the bound on fetches' delay allows."""
     share: float = 0.1
     """Of all blocks, in the windows of one decode iteration (section 4.3)."""
@@ -44,7 +47,9 @@ class Profiled:
     metadata_s: float = 0.0
 
 
-def choose_policy(mode: str, settings: Selective, known: Profiled, *, layers: int, lengths: tuple[int, ...]) -> Policy:
+def choose_policy(
+    mode: str, settings: Selective, known: Profiled, *, layers: int, lengths: tuple[int, ...], token_bytes: int
+) -> Policy:
     """The policy of a transfer that is about to begin; raises :class:`InvalidArgument` for an unknown mode.
 
     Without a profile the order is that of addresses. ``fixed`` without both times falls back to ``deadline``, which
@@ -62,11 +67,12 @@ def choose_policy(mode: str, settings: Selective, known: Profiled, *, layers: in
         matrix = known.matrix.resampled(blocks)
     share = settings.share if mode == "speculative" else 0.0
     adaptive = mode == "speculative" and settings.speculative == "adaptive"
+    count = max(MIN_CLASSES, min(MAX_CLASSES, sum(lengths) * token_bytes // RUN_BYTES))
     # The paper's baselines are defined by K_r; the budget policy is ours to choose for the rest.
     fixed = settings.budget == "fixed" or mode == "partial"
     if fixed and known.prefill_s > 0 and known.transfer_s > 0:
         budget = block_budget(layers, blocks, known.prefill_s, known.transfer_s, metadata_s=known.metadata_s)
-        classes, proactive = _classes(matrix.ranks(), budget)
+        classes, proactive = _classes(matrix.ranks(), budget, count)
         return Policy(
             mode=mode,
             classes=classes,
@@ -75,17 +81,17 @@ def choose_policy(mode: str, settings: Selective, known: Profiled, *, layers: in
             adaptive=adaptive,
             budget_tokens=budget * sum(lengths) // blocks,
         )
-    classes, _ = _classes(matrix.ranks(), layers * blocks)
+    classes, _ = _classes(matrix.ranks(), layers * blocks, count)
     return Policy(mode=mode, classes=classes, until_finish=True, share=share, adaptive=adaptive)
 
 
-def _classes(ranks: npt.NDArray[np.int64], budget: int) -> tuple[npt.NDArray[np.int16], int]:
-    """Classes of (about) equal size, with a boundary exactly at ``budget``; and how many lie before it.
+def _classes(ranks: npt.NDArray[np.int64], budget: int, count: int) -> tuple[npt.NDArray[np.int16], int]:
+    """``count`` classes of (about) equal size, with a boundary exactly at ``budget``; and how many lie before it.
 
     Layers 0 and 1 come first in the ranks, since their importance is infinite.
     """
     total = ranks.size
-    step = -(-total // CLASSES)
+    step = -(-total // count)
     before = -(-budget // step)
     classes = np.where(ranks < budget, ranks // step, before + (ranks - budget) // step)
     return classes.astype(np.int16), before

@@ -101,7 +101,8 @@ class Policy:
     share: float = 0.0
     """Speculative path: share of all tokens that may go in the windows of one decode iteration; 0: none at all."""
     adaptive: bool = False
-    """Speculative path: go on without waiting for windows; the link's bound on delay is the limit."""
+    """Speculative path: once a window has been signalled, go on without waiting for more; the link's bound on delay is
+    the limit."""
     budget_tokens: int = 0
     """For status: tokens (summed over layers) that the budget allowed; 0: no budget."""
 
@@ -166,7 +167,7 @@ class SendQueue:
         """The path on which :meth:`take` would hand out work now; None if nothing may go."""
         if self._proactive:
             return Path.PROACTIVE
-        if self._rest and (self.policy.adaptive or self._quota >= 1):
+        if self._rest and ((self.policy.adaptive and self.windows_used) or self._quota >= 1):
             return Path.SPECULATIVE
         return None
 

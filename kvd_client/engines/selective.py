@@ -382,7 +382,8 @@ class _Selective:
             entries, sees = self._all(layer, window)
         else:
             entries, sees = self._selected(layer, query, window)
-        if self._mode == "speculative":
+        # In the first step nearly every layer fetches: the link is never idle for long, and the user waits for it.
+        if self._mode == "speculative" and self._count > 1:
             for transfer in self._transfers:
                 transfer.idle(layer)
         made = made[:, :, max(self._count - window, 0) if window else 0 : self._count]

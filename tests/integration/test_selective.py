@@ -160,8 +160,9 @@ def test_errors_of_fetches_reach_their_caller_and_nobody_else(clients: tuple[Cli
         fetch(InvalidArgument, "9 entries", counts=[9, 0], index=list(range(9)))
         fetch(InvalidArgument, "counts", counts=[2, 1])
         fetch(InvalidArgument, "counts", counts=[1])
-        fetch(InvalidArgument, "not computed", layer=3)
         fetch(NotFound, "12345", transfer=12345)
+        # A fetch of a layer that is not computed yet waits for it.
+        early = decode.begin_fetch(3, 1, np.array([1, 0], np.int32), np.array([5], np.int32))
         # The same transfer goes on as if nothing had been.
         for layer in range(2, 4):
             prefill.put_layer(layer, entries=layer_of(layer, lengths))
@@ -170,6 +171,7 @@ def test_errors_of_fetches_reach_their_caller_and_nobody_else(clients: tuple[Cli
         order = np.zeros_like(index)
         entries = decode.select(3, index, order=order, timeout_s=WAIT_S)
         assert np.array_equal(entries, expected(3, lengths, order))
+        early.wait(WAIT_S)
         handle = decode.begin_fetch(2, 1, np.array([1, 2], np.int32), np.array([899, 0, 7], np.int32))
         handle.wait(WAIT_S)
     fetch(NotFound, "not open")

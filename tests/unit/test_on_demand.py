@@ -472,9 +472,8 @@ def test_windows_that_were_never_wanted_are_not_unwanted() -> None:
 
 def deep_source(mode: str = "speculative", *, share: float = 1.0, finished: bool = True, **more: Any) -> Node:
     """A paired source of four layers of four tokens, all rung; what may be pushed has been."""
-    settings = Settings(
-        rendezvous_s=10.0, chunk=2 * TOKEN, window=4 * TOKEN, selective=Selective(mode=mode, share=share, **more)
-    )
+    selective = Selective(**{"mode": mode, "share": share, "speculative": "windows", **more})
+    settings = Settings(rendezvous_s=10.0, chunk=2 * TOKEN, window=4 * TOKEN, selective=selective)
     node = Node(settings=settings)
     node.source(**DEEP)
     node.hear(open_message(**DEEP))
@@ -521,7 +520,7 @@ def test_a_fixed_budget_pushes_so_many_blocks_whenever_they_are_ready() -> None:
             rendezvous_s=10.0,
             chunk=TOKEN,
             window=4 * TOKEN,
-            selective=Selective(mode="speculative", budget="fixed", share=0.25),
+            selective=Selective(mode="speculative", budget="fixed", share=0.25, speculative="windows"),
             profiled=lambda spec, selector, lengths: Profiled(None, prefill_s=9.0, transfer_s=1.2),
         )
     )
@@ -641,14 +640,17 @@ def test_a_peer_cannot_claim_more_windows_than_an_iteration_has(claimed: int) ->
     assert sum(w.nbytes for w in out) == (4 * TOKEN if claimed > 0 else 0)
 
 
-def test_adaptive_speculation_needs_no_windows_but_stops_for_fetches() -> None:
+def test_adaptive_speculation_needs_one_window_and_stops_for_fetches() -> None:
     node = deep_source(finished=False, speculative="adaptive")
     node.ring(3, 0, 4)
     node.ring(2, 0, 4)
     node(ev.SourceFinished(1))
     node.hear(asked(layer=3))
     assert settle(node, node.done(1) + node.done(2)) == []
-    assert [w.path for w in only(node(served()), do.WriteTokens)] == [Path.SPECULATIVE] * 2
+    assert node(served()) == []
+    node.hear(asked(8, layer=3))
+    assert node.hear(wire.Idle(transfer=1, windows=1)) == []
+    assert [w.path for w in only(node(served(8)), do.WriteTokens)] == [Path.SPECULATIVE] * 2
 
 
 def test_the_sinks_mode_goes_before_the_sources_and_that_before_the_daemons() -> None:

@@ -107,7 +107,7 @@ def test_a_running_transfer_keeps_its_matrix() -> None:
 
     def policy() -> Policy:
         known = profiles.known(SPEC, "quest", (40,))
-        return choose_policy("profile", Selective(), known, layers=LAYERS, lengths=(40,))
+        return choose_policy("profile", Selective(), known, layers=LAYERS, lengths=(40,), token_bytes=1 << 20)
 
     def order(queue: SendQueue) -> list[tuple[int, int]]:
         found = []

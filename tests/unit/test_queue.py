@@ -149,7 +149,9 @@ def matrix(layers: int = 5, blocks: int = 10, seed: int = 0) -> ImportanceMatrix
 
 def source(mode: str, lengths: tuple[int, ...] = (40,), known: Profiled | None = None, **settings: object) -> Source:
     known = known or Profiled(matrix())
-    policy = choose_policy(mode, Selective(**settings), known, layers=5, lengths=lengths)  # type: ignore[arg-type]
+    policy = choose_policy(
+        mode, Selective(**{"speculative": "windows", **settings}), known, layers=5, lengths=lengths, token_bytes=1 << 20
+    )  # type: ignore[arg-type]
     return Source(msgspec.structs.replace(DEEP, rows=len(lengths)), lengths, policy)
 
 
@@ -241,6 +243,25 @@ def test_windows_bring_a_share_of_everything_in_order_and_save_up_no_more_than_o
     assert sum(r.stop - r.start for _, ranges in one.drain() for r in ranges) == 20
 
 
+def test_adaptive_speculation_starts_with_the_first_window_and_then_goes_on() -> None:
+    one = source("speculative", speculative="adaptive")
+    everything(one)
+    one.queue.take(2 * 160)
+    one.queue.finish()
+    assert one.drain() == []  # the first decode step needs the link for its fetches
+    one.queue.window()
+    assert sum(r.stop - r.start for _, ranges in one.drain() for r in ranges) == 3 * 40
+
+
+def test_a_short_prompt_has_few_classes_so_that_writes_are_not_small() -> None:
+    wide = choose_policy("profile", Selective(), Profiled(matrix()), layers=5, lengths=(40,), token_bytes=1 << 20)
+    small = choose_policy("profile", Selective(), Profiled(matrix()), layers=5, lengths=(40,), token_bytes=4)
+    assert wide.classes is not None
+    assert small.classes is not None
+    assert len(np.unique(wide.classes)) == 50
+    assert len(np.unique(small.classes)) <= 8
+
+
 def test_without_speculation_the_rest_waits_for_fetches() -> None:
     one = source("parallel")
     everything(one)
@@ -261,7 +282,7 @@ def test_a_sliding_window_layer_sends_what_it_can_still_see_first() -> None:
 
 def test_an_unknown_mode_is_named() -> None:
     with pytest.raises(InvalidArgument, match="choose one of full, partial"):
-        choose_policy("fast", Selective(), Profiled(), layers=5, lengths=(40,))
+        choose_policy("fast", Selective(), Profiled(), layers=5, lengths=(40,), token_bytes=4)
 
 
 @given(st.data())
