@@ -244,7 +244,7 @@ class Daemon:
 
     def status(self) -> api.Status:
         """What ``kvd status`` shows."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         core = self._engine.core
         peers = self._peers.statuses()
         reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state == "down" and peer.error]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -167,7 +168,9 @@ class Engine:
         self._handling = True
         try:
             while self._events:
-                for instruction in self.core.handle(self._events.popleft(), self._loop.time()):
+                # Not the loop's time, which is that of its current turn in whole milliseconds under uvloop: too coarse
+                # to tell a queue of a few milliseconds.
+                for instruction in self.core.handle(self._events.popleft(), time.monotonic()):
                     self._execute[type(instruction)](instruction)
         finally:
             self._handling = False

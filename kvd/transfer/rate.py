@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 
@@ -9,6 +10,9 @@ MEMORY_S = 0.25
 """How far back the measured rate looks, about."""
 MIN_SAMPLE_S, MIN_SAMPLE_BYTES = 0.01, 128 << 10
 """Smaller samples say more about the clock and the event loop than about the link."""
+
+RECENT = 6
+"""Writes whose least delay counts: about one and a half round trips of four turns each."""
 
 GROWTH, SHRINKAGE = 0.25, 0.5
 """By how much the room can change in one round trip: a queue that is too long is in somebody's way."""
@@ -26,7 +30,11 @@ class RateEstimate:
         """The link was idle and is not any more."""
         self._since, self._bytes = now, 0
 
-    def completed(self, nbytes: int, now: float) -> None:
+    def completed(self, nbytes: int, now: float, *, busy: bool) -> None:
+        """A write was confirmed. A link that was not ``busy`` could have carried more: that says nothing."""
+        if not busy:
+            self.begin(now)
+            return
         self._bytes += nbytes
         took = now - self._since
         if took >= MIN_SAMPLE_S and self._bytes >= MIN_SAMPLE_BYTES:
@@ -49,11 +57,14 @@ class Room:
     most: int
     nbytes: float
     _base_s: float = math.inf
+    _recent: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=RECENT))
 
     def completed(self, nbytes: int, took_s: float, *, full: bool) -> None:
         """A write was confirmed ``took_s`` after its submission; ``full``: the room was used up meanwhile."""
         self._base_s = min(self._base_s, took_s)
-        off = max(-1.0, min(1.0, 1.0 - (took_s - self._base_s) / self.delay_s))
+        self._recent.append(took_s)
+        # A queue delays every write, a busy processor some of them: the least of a few tells the two apart.
+        off = max(-1.0, min(1.0, 1.0 - (min(self._recent) - self._base_s) / self.delay_s))
         if off > 0 and not full:
             return  # nobody knows what more would have done
         change = (GROWTH if off > 0 else SHRINKAGE) * off * min(1.0, nbytes / self.nbytes)

@@ -131,9 +131,10 @@ class Link:
         those of a cancelled or refused write say nothing about the link."""
         nbytes, path = self.writes.pop(write, (0, ""))
         full = self._full
+        busy = self.room is None or 4 * self.in_flight >= self.limit
         self.in_flight -= nbytes
         if placed and path:
-            self.estimate.completed(nbytes, now)
+            self.estimate.completed(nbytes, now, busy=busy)
             if self.room is not None:
                 self.room.completed(nbytes, now - self._sent[write], full=full)
         self._sent.pop(write, None)
