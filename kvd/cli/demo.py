@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvd.errors import InvalidArgument
 from kvd.units import Rate, parse_rate
 
+if TYPE_CHECKING:
+    from kvd.demo import compare
+    from kvd.demo.display import Display
+    from kvd.demo.figures import Comparison
+    from kvd.demo.report import Report
+
 EXIT_DIFFERENT = 1
 SIGNALLED = 128
 """Added to a signal's number for the exit code, as shells do."""
+AUTO = Rate(-1)
+"""A link that depends on what is measured."""
+PLAIN_LINK = "200mbit"
+PLAIN_TOKENS, SELECTIVE_TOKENS = 32, 96
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 _CONVERSION = ("gguf",)
+_BUDGETS = ("fixed", "deadline")
+_SPECULATIVE = ("adaptive", "windows")
 
 app = typer.Typer(
     add_completion=False,
@@ -27,6 +40,8 @@ app = typer.Typer(
 
 
 def _rate(text: str) -> Rate:
+    if text == "auto":
+        return AUTO
     if text == "unlimited":
         return Rate(0)
     try:
@@ -38,25 +53,50 @@ def _rate(text: str) -> Rate:
     return found
 
 
+def _names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Comma-separated names, each once."""
+    found = tuple(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
+    if not found or not set(found) <= set(known):
+        raise typer.BadParameter(f'"{text}" is not a list of {", ".join(known)}', param_hint=option)
+    return found
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < share <= 1 for share in found):
+        raise typer.BadParameter(
+            f'"{text}" is not a list of shares above 0 and at most 1, as in "0.05,0.1"', param_hint="--select"
+        )
+    return found
+
+
 @app.command()
 def demo(
     link: Annotated[
-        Rate,
+        Rate | None,
         typer.Option(
             "--link",
             parser=_rate,
             metavar="RATE",
-            help='Rate of the link between the nodes, as "200mbit", "1.5GB/s" or "unlimited".',
+            help='Rate of the link between the nodes, as "200mbit", "1.5GB/s" or "unlimited"; "auto": a full transfer '
+            "takes 6.5 times as long as prefill. [default: 200mbit; with --mode or --compare: auto]",
         ),
-    ] = "200mbit",  # type: ignore[assignment]  # typer parses the default, too
+    ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=1, metavar="N", help="Most tokens to generate.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            metavar="N",
+            help=f"Most tokens to generate. [default: {PLAIN_TOKENS}; with --mode or --compare: {SELECTIVE_TOKENS}]",
+        ),
+    ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(
-            "--prompt-file", metavar="FILE", help="Prompt, as UTF-8 text. [default: one that Python has]"
-        ),
+        typer.Option("--prompt-file", metavar="FILE", help="Prompt, as UTF-8 text. [default: one that Python has]"),
     ] = None,
     prompt_tokens: Annotated[
         int | None,
@@ -64,46 +104,165 @@ def demo(
             "--prompt-tokens",
             min=64,
             metavar="N",
-            help="Cut the prompt to N tokens. [default: 1000; a file whole]",
+            help="Cut the prompt to N tokens. [default: 1000, with --mode or --compare 2000; a file whole]",
         ),
     ] = None,
     model: Annotated[
         Path | None,
+        typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face model. [default: SmolLM2-135M]"),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run every mode of selective transfer on the same prompt and link.")
+    ] = False,
+    mode: Annotated[
+        str | None,
         typer.Option(
-            "--model", metavar="DIR", help="Folder of a Hugging Face model. [default: SmolLM2-135M]"
+            "--mode",
+            metavar="MODE",
+            help="Decode with KV selection, in this mode: full, partial, profile, parallel or speculative; several "
+            "with commas.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object; all else to standard error.")
-    ] = False,
+    select: Annotated[
+        str | None,
+        typer.Option(
+            "--select",
+            metavar="SHARE",
+            help="Share of the prompt that each step selects; several with commas. [default: 0.1]",
+        ),
+    ] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option("--selector", metavar="S", help="KV selection algorithm: quest, hata ... [default: quest]"),
+    ] = None,
+    prefix: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix/--no-prefix",
+            help="Whether the source holds the KV cache of the prompt's first part before the request. [default: yes]",
+            show_default=False,
+        ),
+    ] = None,
+    prefix_share: Annotated[
+        float | None,
+        typer.Option(
+            "--prefix-share", min=0.0, max=1.0, metavar="SHARE", help="How much of the prompt that is. [default: 0.95]"
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="B",
+            help="Budget policy, fixed or deadline; several with commas. [default: deadline; with --compare both]",
+        ),
+    ] = None,
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative",
+            metavar="S",
+            help="Speculative policy, adaptive or windows; several with commas. [default: adaptive]",
+        ),
+    ] = None,
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            "--repeat", min=1, metavar="N", help="Run each setting N times, and show the median by TTST. [default: 1]"
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times of tokens as a PNG.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object; all else to standard error.")] = False,
 ) -> None:
     """Move a real model's KV cache between two daemons on this machine, and show the figures.
 
-    A prompt is prefilled in one process and decoded in another, with a daemon for each and a link of the
-    given rate between them; then a single process does the same, and the tokens are compared. The first run
-    fetches the model (93 MB) and converts it. Exit code: 0 the tokens are equal, 1 they are not or the demo
-    failed, 2 usage, 130 interrupted.
+    A prompt is prefilled in one process and decoded in another, with a daemon for each and a link of the given rate
+    between them; then a single process does the same, and the tokens are compared. The first run fetches the model
+    (93 MB) and converts it.
+
+    With --compare or --mode, decode selects KV entries, and the modes of selective transfer are compared by when the
+    second token comes. The first such run records a profile from other texts.
+
+    Exit code: 0 the tokens are equal, 1 they are not or the demo failed, 2 usage, 130 interrupted.
     """
-    missing = [
-        name for name in _PACKAGES + (() if model else _CONVERSION) if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise InvalidArgument(
-            f"the demo needs {', '.join(missing)}, which this Python lacks: pip install 'kvd-transport[demo]'",
-            missing=missing,
-        )
+    selective = compare or mode is not None
+    given = {
+        "--select": select, "--selector": selector, "--prefix": prefix, "--prefix-share": prefix_share,
+        "--budget": budget, "--speculative": speculative, "--repeat": repeat, "--plot": plot,
+    }  # fmt: skip
+    extra = [name for name, value in given.items() if value is not None]
+    if not selective and (extra or link == AUTO):
+        raise InvalidArgument(f"{(extra or ['--link auto'])[0]} is for selective transfer; add --mode or --compare")
+    _check_packages((*_PACKAGES, *(() if model else _CONVERSION), *(("matplotlib",) if plot else ())))
+
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise InvalidArgument(f"{plot.absolute().parent} is no folder; make it first", file=str(plot))
 
     from kvd.demo.display import display
-    from kvd.demo.run import Interrupted, Options, run
+    from kvd.demo.stage import Interrupted
 
     shown = display(as_json=as_json)
-    options = Options(
-        link=link, new_tokens=tokens, prompt_file=prompt_file, prompt_tokens=prompt_tokens, model=model
-    )
+    report: Report | Comparison
     try:
-        report = run(options, shown)
+        if selective:
+            from kvd.demo import compare as comparing
+            from kvd_client import selectors
+            from kvd_client.protocol import MODES
+
+            algorithm = selector or "quest"
+            if not selectors.create(algorithm).deployable:
+                raise InvalidArgument(f"selector {algorithm!r} needs every key; choose one that can be deployed")
+            held = 0.0 if prefix is False else 0.95 if prefix_share is None else prefix_share
+            report = _compare(
+                comparing.Options(
+                    modes=_names("--mode", mode, MODES) if mode is not None else MODES,
+                    budgets=_names("--budget", budget or (",".join(_BUDGETS) if compare else "deadline"), _BUDGETS),
+                    speculative=_names("--speculative", speculative or "adaptive", _SPECULATIVE),
+                    shares=_shares(select or "0.1"),
+                    selector=algorithm,
+                    prefix_share=held,
+                    link=None if link == AUTO else link,
+                    new_tokens=SELECTIVE_TOKENS if tokens is None else tokens,
+                    prompt_file=prompt_file,
+                    prompt_tokens=prompt_tokens,
+                    model=model,
+                    plot=plot,
+                    repeat=repeat or 1,
+                ),
+                shown,
+            )
+        else:
+            from kvd.demo import run as plain
+
+            report = plain.run(
+                plain.Options(
+                    link=Rate(parse_rate(PLAIN_LINK)) if link is None else link,
+                    new_tokens=PLAIN_TOKENS if tokens is None else tokens,
+                    prompt_file=prompt_file,
+                    prompt_tokens=prompt_tokens,
+                    model=model,
+                ),
+                shown,
+            )
     except Interrupted as signalled:
         shown.say("kvd: the demo was interrupted; nothing of it is left behind")
         raise typer.Exit(SIGNALLED + signalled.number) from None
     shown.report(report)
     raise typer.Exit(0 if report.tokens_equal else EXIT_DIFFERENT)
+
+
+def _compare(options: compare.Options, shown: Display) -> Comparison:
+    from kvd.demo import compare
+
+    return compare.run(options, shown)
+
+
+def _check_packages(names: tuple[str, ...]) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidArgument(
+            f"the demo needs {', '.join(missing)}, which this Python lacks: pip install 'kvd-transport[demo]'",
+            missing=missing,
+        )

@@ -46,9 +46,7 @@ def _serve(line: Line, socket: str, folder: Path) -> None:
         first = line.command()["token"]
         text = texts.TextStream(tokenizer)
         text.push(first)
-        for step in engine.decode(
-            model, [first], transfer, lengths=lengths, max_new_tokens=new_tokens, eos=eos
-        ):
+        for step in engine.decode(model, [first], transfer, lengths=lengths, max_new_tokens=new_tokens, eos=eos):
             token = step.tokens[0]
             line.emit("token", token=token, text=text.push(token), at=step.at, waited_s=step.waited_s)
         watch.join()

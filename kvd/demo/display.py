@@ -4,9 +4,18 @@ standard output, and control characters only where a terminal reads them."""
 from __future__ import annotations
 
 import sys
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any, Protocol, TextIO
 
-from kvd.demo.report import Report
+Rows = Sequence[Sequence[str]]
+
+
+class Report(Protocol):
+    """What a run of the demo ends with."""
+
+    def to_json(self) -> str: ...
+    def rows(self) -> list[tuple[str, str]]: ...
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]: ...
 
 
 class Display:
@@ -50,10 +59,9 @@ class Display:
         self._end_text()
 
     def _table(self, report: Report) -> None:
-        rows = report.rows()
-        width = max(len(name) for name, _ in rows)
-        lines = "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
-        print(f"\n{lines}", file=self._out, flush=True)
+        print(f"\n{aligned(report.rows())}", file=self._out, flush=True)
+        for title, heads, rows in report.tables():
+            print(f"\n{title}\n{aligned([heads, *rows], numbers=True)}", file=self._out, flush=True)
 
     def _end_text(self) -> None:
         if self._in_text:
@@ -102,6 +110,14 @@ class TerminalDisplay(Display):
         console = Console(file=self._out, highlight=False, markup=False)
         console.print()
         console.print(table)
+        for title, heads, rows in report.tables():
+            table = Table(title=title, title_justify="left")
+            for at, head in enumerate(heads):
+                table.add_column(head, justify="right" if at else "left")
+            for row in rows:
+                table.add_row(*row)
+            console.print()
+            console.print(table)
 
     def _start_bars(self) -> Any:
         from rich.console import Console
@@ -124,6 +140,17 @@ class TerminalDisplay(Display):
             self._bars.stop()
             self._bars = None
             self._tasks.clear()
+
+
+def aligned(rows: Rows, *, numbers: bool = False) -> str:
+    """Rows as lines with columns; of ``numbers``, all but the first column to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = enumerate(zip(row, widths, strict=True))
+        cells = [text.rjust(width) if numbers and at else text.ljust(width) for at, (text, width) in padded]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def display(*, as_json: bool) -> Display:

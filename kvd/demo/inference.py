@@ -26,9 +26,7 @@ def load(folder: Path) -> tuple[Any, Any]:
         raise DemoFailed(f"{folder}: has no config.json; --model wants the folder of a Hugging Face model")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DemoFailed(f"{folder}: can't be loaded: {reason}") from None
@@ -38,6 +36,11 @@ def load(folder: Path) -> tuple[Any, Any]:
 def context_of(model: Any) -> int:
     """How many tokens the model was made for."""
     return int(model.config.get_text_config(decoder=True).max_position_embeddings)
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many different tokens the model knows."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def peak_memory() -> int:

@@ -268,9 +268,7 @@ def main() -> None:
     from kvd.demo.lines import Line, run_child
 
     def body(line: Line) -> None:
-        folder = fetch_and_convert(
-            lambda what, done, total: line.emit("progress", what=what, done=done, total=total)
-        )
+        folder = fetch_and_convert(lambda what, done, total: line.emit("progress", what=what, done=done, total=total))
         line.emit("done", folder=str(folder))
 
     run_child(body, cleans_up=True)

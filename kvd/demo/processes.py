@@ -36,6 +36,8 @@ class _Child:
     partial: bytearray = dataclasses.field(default_factory=bytearray)
     code: int | None = None
     """How it ended: its exit code, or a signal's number below zero."""
+    unneeded: bool = False
+    """Its end is wanted, whatever its exit code, and no event."""
     exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
@@ -96,6 +98,24 @@ class Children:
         self._finished.add(name)
         await self._children[name].exited.wait()
 
+    async def end(self, *names: str) -> None:
+        """End processes that do not talk, whose names can then be used again."""
+        children = [self._children[name] for name in names]
+        for child in children:
+            if child.exited.is_set():
+                raise self.failure(child.name)
+            child.unneeded = True
+            self._signal(child, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                for child in children:
+                    await child.exited.wait()
+        for child in children:
+            self._signal(child, signal.SIGKILL)
+            child.process.wait()
+            self._forget(child)
+            del self._children[child.name]
+
     def pid(self, name: str) -> int:
         return self._children[name].process.pid
 
@@ -125,9 +145,7 @@ class Children:
         child = self._children[name]
         said = child.log.read_text(errors="replace").strip().splitlines()
         code = child.process.poll()
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
-        )
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
         last = f"; it said: {said[-1].strip()}" if said else ", and said nothing"
         return DemoFailed(f"the {name} process {how}{last}", process=name, code=code)
 
@@ -193,7 +211,8 @@ class Children:
         assert ended is not None
         child.code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         child.exited.set()
-        self._events.put_nowait((child.name, {"event": "exited", "code": child.code}))
+        if not child.unneeded:
+            self._events.put_nowait((child.name, {"event": "exited", "code": child.code}))
 
     def _forget(self, child: _Child) -> None:
         self._loop.remove_reader(child.pidfd)
@@ -240,6 +259,14 @@ def peak_memory(pid: int) -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def cpu_time(pid: int) -> float:
+    """Seconds of CPU that a running process has used; 0 if that can't be told."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def now() -> float:

@@ -107,6 +107,10 @@ class Report:
             ),
         ]
 
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Further tables: none."""
+        return []
+
     @property
     def first_difference(self) -> int:
         """Index of the first new token that a single process did not generate."""

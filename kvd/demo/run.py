@@ -1,36 +1,23 @@
-"""One run of the demo, from the request to the report: two daemons, two inference processes, and a
+"""One run of the plain demo, from the request to the report: two daemons, two inference processes, and a
 router's part."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import os
-import shutil
-import signal
-import socket
 import sys
-import tempfile
 from pathlib import Path
 
-from kvd.demo import model as demo_model
 from kvd.demo import texts
 from kvd.demo.display import Display
-from kvd.demo.errors import DemoFailed
 from kvd.demo.inference import NODES
-from kvd.demo.processes import Children, Event, child_environment, now, peak_memory
+from kvd.demo.processes import Event, now, peak_memory
 from kvd.demo.report import Report, busy_rate, rate
+from kvd.demo.stage import DAEMON, Interrupted, Stage, perform
 from kvd.units import Rate
-from kvd_client import Client, KvdError
-from kvd_client.protocol import Status
 
-READY_S = 30.0
-"""How long a daemon may take until it answers."""
-_LOOK_EVERY_S = 0.05
-_LONGEST_FOLDER = 80
-"""Bytes; the kernel's limit for the path of a Unix socket is 107."""
-_DAEMON = {name: f"{name}-daemon" for name in NODES}
+__all__ = ["Interrupted", "Options", "run"]
+
 _MODULES = {"prefill": "kvd.demo.prefill_process", "decode": "kvd.demo.decode_process"}
 
 
@@ -48,83 +35,38 @@ class Options:
     """None: the demo's own."""
 
 
-class Interrupted(BaseException):
-    """The user (or the system) ended the demo by a signal; everything has been cleaned up."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 def run(options: Options, display: Display) -> Report:
-    """Run the demo. Whatever happens, no process, socket, memory or file of it is left behind.
-
-    Raises :class:`DemoFailed` with one sentence, and :class:`Interrupted`.
-    """
-    received: list[int] = []
-
-    async def body() -> Report:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-
-        def on_signal(number: int) -> None:
-            received.append(number)
-            if len(received) == 1:
-                task.cancel()
-            else:
-                demo.hurry()  # cleaning up is under way already
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, on_signal, number)
-        demo = _Run(options, display)
-        return await demo.run()
-
-    try:
-        return asyncio.run(body())
-    except asyncio.CancelledError:
-        raise Interrupted(received[0]) from None
+    """Run the demo; see :func:`kvd.demo.stage.perform`."""
+    return perform(lambda: _Run(options, display))
 
 
-class _Run:
+class _Run(Stage[Report]):
     def __init__(self, options: Options, display: Display) -> None:
-        self._options, self._display = options, display
-        self._folder = _private_folder()
-        # What pip and torch write to the temporary folder goes with this one.
-        environment = child_environment(os.environ) | {"TMPDIR": str(self._folder)}
-        self._children = Children(self._folder, environment)
+        super().__init__(display)
+        self._options = options
 
-    def hurry(self) -> None:
-        """Kill what is still being waited for."""
-        self._children.kill()
-
-    async def run(self) -> Report:
-        try:
-            return await self._steps(self._children)
-        finally:
-            try:
-                await self._children.stop()
-            finally:
-                self._display.close()
-                shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _steps(self, children: Children) -> Report:
+    async def steps(self) -> Report:
+        children, display = self.children, self.display
         text, question, limit = self._prompt()
-        folder = await self._model(children)
-        self._display.say("starting two daemons and two inference processes")
-        self._start(children, folder)
-        await self._daemons_ready(children)
-        layers = (await self._each(children, "loaded"))["prefill"]["layers"]
+        folder = await self.model(self._options.model)
+        display.say("starting two daemons and two inference processes")
+        self.start_daemons(self._options.link)
+        for name in NODES:
+            argv = [sys.executable, "-m", _MODULES[name], str(self.socket(name)), str(folder)]
+            children.start(name, argv, talks=True)
+        await self.daemons_ready()
+        layers = (await self.each("loaded"))["prefill"]["layers"]
 
         prompt = {"text": text, "question": question, "prompt_tokens": limit}
         children.send("prefill", new_tokens=self._options.new_tokens, **prompt)
-        tokens = (await self._each(children, "prepared", "prefill"))["prefill"]["tokens"]
+        tokens = (await self.each("prepared", "prefill"))["prefill"]["tokens"]
         link = rate(self._options.link * 8 or None, "unlimited")
-        self._display.say(f"a prompt of {tokens} tokens; link between the two nodes: {link}")
+        display.say(f"a prompt of {tokens} tokens; link between the two nodes: {link}")
 
-        seen = await self._request(children, tokens, layers)
+        seen = await self._request(tokens, layers)
         moved = await self._bytes_sent()
-        reference = await self._reference(children, seen)
-        for name in _DAEMON.values():
+        reference = await self._reference(seen)
+        for name in DAEMON.values():
             seen.peak[name] = peak_memory(children.pid(name))
         seen.peak["demo"] = peak_memory(os.getpid())
         later = seen.times[1:]
@@ -154,72 +96,10 @@ class _Run:
             return texts.read_text(options.prompt_file), "", options.prompt_tokens
         return texts.default_text(), texts.QUESTION, options.prompt_tokens or texts.DEFAULT_TOKENS
 
-    async def _model(self, children: Children) -> Path:
-        if self._options.model is not None:
-            return self._options.model.resolve()
-        if (folder := demo_model.cached()) is not None:
-            return folder
-        children.start("model", [sys.executable, "-m", "kvd.demo.model"], talks=True)
-        while True:
-            _, event = await children.next()
-            if event["event"] == "done":
-                await children.finish("model")
-                self._display.close()
-                return Path(event["folder"])
-            self._display.progress(event["what"], event["done"], event["total"])
-
-    def _start(self, children: Children, folder: Path) -> None:
-        ports = dict(zip(NODES, _free_ports(len(NODES)), strict=True))
-        for name, node in NODES.items():
-            other = next(each for each in NODES if each != name)
-            config = self._folder / f"{name}.toml"
-            config.write_text(
-                _CONFIG.format(
-                    node=node,
-                    socket=self._socket(name),
-                    port=ports[name],
-                    other=NODES[other],
-                    other_port=ports[other],
-                    rate=f'rate = "{self._options.link}"' if self._options.link else "",
-                )
-            )
-            argv = [sys.executable, "-m", "kvd", "serve", "--config", str(config)]
-            children.start(_DAEMON[name], argv, talks=False)
-            argv = [sys.executable, "-m", _MODULES[name], str(self._socket(name)), str(folder)]
-            children.start(name, argv, talks=True)
-
-    def _socket(self, name: str) -> Path:
-        return self._folder / f"{name}.sock"
-
-    async def _daemons_ready(self, children: Children) -> None:
-        """Return when both daemons answer; they connect with each other when the first transfer needs it."""
-        deadline = now() + READY_S
-        for name in NODES:
-            while True:
-                if children.ended(_DAEMON[name]):
-                    raise children.failure(_DAEMON[name])
-                try:
-                    await _status(self._socket(name))
-                    break
-                except KvdError as error:
-                    if now() > deadline:
-                        raise DemoFailed(
-                            f"the {name} node's daemon was not ready within {READY_S:g} s: {error.message}"
-                        ) from None
-                await asyncio.sleep(_LOOK_EVERY_S)
-
-    async def _each(self, children: Children, event: str, *names: str) -> dict[str, Event]:
-        """Wait for the event from each of the processes, by default both."""
-        found: dict[str, Event] = {}
-        while found.keys() != set(names or NODES):
-            name, got = await children.next()
-            if got["event"] == event:
-                found[name] = got
-        return found
-
-    async def _request(self, children: Children, tokens: int, layers: int) -> _Seen:
+    async def _request(self, tokens: int, layers: int) -> _Seen:
         """Send the request to both processes, hand prefill's token to decode, and follow until the
         text's end."""
+        children = self.children
         seen = _Seen(since=now())
         children.send("decode", request=_REQUEST, tokens=tokens, new_tokens=self._options.new_tokens)
         children.send("prefill", request=_REQUEST)
@@ -229,12 +109,12 @@ class _Run:
             match event["event"]:
                 case "layer":
                     seen.ready.append(event["at"])
-                    self._display.progress("prefill, layers", len(seen.ready), layers)
+                    self.display.progress("prefill, layers", len(seen.ready), layers)
                 case "arrived":
                     seen.arrived.append(event["at"])
                 case "first" | "token" as which:
                     seen.add(event)
-                    self._display.text(event["text"])
+                    self.display.text(event["text"])
                     if which == "first":
                         children.send("decode", token=event["token"])
                 case "delivered":
@@ -247,20 +127,20 @@ class _Run:
 
     async def _bytes_sent(self) -> int:
         """Payload that the prefill node's daemon has sent to the other: entries and masks."""
-        peers = (await _status(self._socket("prefill"))).peers
+        peers = (await self.status("prefill")).peers
         return sum(peer.bytes_sent for peer in peers if peer.node == NODES["decode"])
 
-    async def _reference(self, children: Children, seen: _Seen) -> list[int]:
+    async def _reference(self, seen: _Seen) -> list[int]:
         """What a single process makes of the prompt: only now, so as not to disturb what is measured."""
-        what = "the same by one process alone, tokens"
-        self._display.progress(what, 0, len(seen.tokens))
+        children, what = self.children, "the same by one process alone, tokens"
+        self.display.progress(what, 0, len(seen.tokens))
         children.send("prefill", new_tokens=self._options.new_tokens)
         made = 0
         while True:
             name, event = await children.next()
             if event["event"] == "reference_token":
                 made += 1
-                self._display.progress(what, made, max(made, len(seen.tokens)))
+                self.display.progress(what, made, max(made, len(seen.tokens)))
             elif event["event"] == "reference":
                 seen.peak[name] = event["peak_memory"]
                 return list(event["tokens"])
@@ -289,58 +169,3 @@ class _Seen:
 
 
 _REQUEST = "kvd-demo"
-_CONFIG = """\
-[node]
-id = "{node}"
-
-[api]
-socket = "{socket}"
-
-[peers]
-listen = "127.0.0.1:{port}"
-
-[peers.static]
-{other} = "127.0.0.1:{other_port}"
-
-[memory]
-pool = "8GiB"
-arena = "64MiB"
-
-[transfer]
-deadline_s = 86400
-rendezvous_s = 30
-
-[fabric]
-name = "tcp"
-{rate}
-
-[log]
-format = "console"
-level = "warning"
-"""
-
-
-async def _status(socket_path: Path) -> Status:
-    def ask() -> Status:
-        with Client(socket_path, name="kvd demo", timeout_s=2.0) as client:
-            return client.status()
-
-    return await asyncio.to_thread(ask)
-
-
-def _private_folder() -> Path:
-    """A new folder for this user only, at a path that is short enough for sockets."""
-    folder = tempfile.mkdtemp(prefix="kvd-demo-")
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="kvd-demo-", dir="/tmp")
-    return Path(folder)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; a daemon that finds its own taken says so."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -64,9 +64,7 @@ def prompt_ids(tokenizer: Any, text: str, question: str, limit: int) -> list[int
         head.insert(0, tokenizer.bos_token_id)
     room = limit - len(head) - len(tail)
     if room < 1:
-        raise DemoFailed(
-            f"a prompt of {limit} tokens has no room for a text; the question alone takes {limit - room}"
-        )
+        raise DemoFailed(f"a prompt of {limit} tokens has no room for a text; the question alone takes {limit - room}")
     return head + encode(text)[:room] + tail
 
 

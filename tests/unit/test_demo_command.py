@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvd.cli.main import app
+from kvd.demo import compare as demo_compare
 from kvd.demo import run as demo_run
 from kvd.demo.errors import DemoFailed
 from kvd.demo.report import Report
@@ -84,6 +85,75 @@ def test_a_signal_is_an_exit_code(outcome: dict[str, Any], number: int, code: in
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == code
     assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """As ``outcome``, of the demo with selective transfer."""
+    told: dict[str, Any] = {}
+
+    def run(options: demo_compare.Options, display: object) -> None:
+        told["options"] = options
+        raise DemoFailed("that is all")
+
+    monkeypatch.setattr(demo_compare, "run", run)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return told
+
+
+def test_compare_runs_every_mode_on_the_automatic_link(compared: dict[str, Any]) -> None:
+    result = CliRunner().invoke(app, ["demo", "--compare"])
+    assert result.stderr == "kvd: that is all\n"
+    assert compared["options"] == demo_compare.Options(
+        modes=("full", "partial", "profile", "parallel", "speculative"),
+        budgets=("fixed", "deadline"),
+        speculative=("adaptive",),
+        shares=(0.1,),
+        selector="quest",
+        prefix_share=0.95,
+        link=None,
+        new_tokens=96,
+    )
+
+
+def test_options_of_selective_transfer(compared: dict[str, Any]) -> None:
+    arguments = ["--mode", "full, parallel,full", "--budget", "fixed", "--speculative", "adaptive,windows"]
+    arguments += ["--select", "0.05,1", "--selector", "hata", "--no-prefix", "--link", "1gbit", "--repeat", "3"]
+    CliRunner().invoke(app, ["demo", *arguments])
+    options = compared["options"]
+    assert options.modes == ("full", "parallel")
+    assert options.budgets == ("fixed",)
+    assert options.speculative == ("adaptive", "windows")
+    assert options.shares == (0.05, 1.0)
+    assert (options.selector, options.prefix_share, options.link) == ("hata", 0.0, parse_rate("1gbit"))
+    assert options.repeat == 3
+    CliRunner().invoke(app, ["demo", "--mode", "partial", "--prefix-share", "0.5", "--link", "auto"])
+    options = compared["options"]
+    assert (options.budgets, options.prefix_share, options.link) == (("deadline",), 0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--mode", "fast"], "--mode"),
+        (["--mode", ""], "--mode"),
+        (["--compare", "--select", "0"], "--select"),
+        (["--compare", "--select", "10%"], "--select"),
+        (["--compare", "--budget", "fixed,none"], "--budget"),
+        (["--compare", "--speculative", "yes"], "--speculative"),
+        (["--compare", "--selector", "nonsense"], "there is no selector"),
+        (["--compare", "--selector", "exact"], "needs every key"),
+        (["--compare", "--plot", "/nowhere/picture.png"], "/nowhere is no folder"),
+        (["--select", "0.1"], "--select is for selective transfer"),
+        (["--no-prefix"], "--prefix is for selective transfer"),
+        (["--link", "auto"], "--link auto is for selective transfer"),
+    ],
+)
+def test_wrong_usage_of_selective_transfer(compared: dict[str, Any], arguments: list[str], word: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert "options" not in compared
 
 
 @pytest.mark.parametrize(

@@ -210,3 +210,22 @@ asyncio.run(main())
         below = Watch(event["pid"])
         os.kill(made.pid("parent"), signal.SIGKILL)
         assert below.ends()
+
+
+async def test_a_name_can_be_used_again_after_the_end(tmp_path: Path) -> None:
+    async with children(tmp_path) as made:
+        for _ in range(2):
+            made.start("daemon", python("import signal; signal.pause()"), talks=False)
+            watch = Watch(made.pid("daemon"))
+            await made.end("daemon")
+            assert watch.ends()
+        made.start("echo", python(ECHO), talks=True)
+        assert await made.next() == ("echo", {"event": "up"})  # no word of those that were to end
+
+
+async def test_an_end_that_came_by_itself_is_told(tmp_path: Path) -> None:
+    async with children(tmp_path) as made:
+        made.start("daemon", python("import sys; print('why', file=sys.stderr); sys.exit(4)"), talks=False)
+        await made._children["daemon"].exited.wait()
+        with pytest.raises(DemoFailed, match="the daemon process ended with code 4; it said: why"):
+            await made.end("daemon")

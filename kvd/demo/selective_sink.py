@@ -1,0 +1,77 @@
+"""The decode process of the demo with selective transfer; run as a module.
+
+Commands, by ``do``: ``request``, ``token`` and ``release``. Steps are told at the end: what is measured is not to be
+disturbed by telling it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kvd.demo import inference
+from kvd.demo.lines import Line, run_child
+from kvd.demo.selective_source import warm_up
+from kvd_client import Client, selectors
+
+
+def main() -> None:
+    """``python -m kvd.demo.selective_sink MODEL SELECTOR``"""
+    folder, selector = Path(sys.argv[1]), sys.argv[2]
+    run_child(lambda line: _serve(line, folder, selector))
+
+
+def _serve(line: Line, folder: Path, name: str) -> None:
+    from kvd_client.engines import selective
+    from kvd_client.engines.transformers import spec_of
+
+    selector = selectors.create(name)
+    inference.be_first_to_go()
+    model, _ = inference.load(folder)
+    spec = spec_of(model, folder.name)
+    warm_up(model, selector)
+    line.emit("loaded", layers=spec.layers)
+    while True:
+        request = line.command()
+        lengths, share = [request["tokens"]], request["share"]
+        with (
+            Client(request["socket"], name="kvd demo decode") as client,
+            client.decode(
+                request["request"],
+                spec,
+                lengths,
+                source=inference.NODES["prefill"],
+                metadata=selector.metadata(selective.shape_of(model, lengths)),
+                mode=request["mode"],
+                selector=selector.name,
+                landing_entries=selective.landing_entries(model, lengths, share),
+            ) as transfer,
+        ):
+            first = line.command()["token"]
+            steps = list(
+                selective.decode_selective(
+                    model,
+                    [first],
+                    transfer,
+                    selector,
+                    share=share,
+                    mode=request["mode"],
+                    max_new_tokens=request["new_tokens"],
+                )
+            )
+            line.emit(
+                "decoded",
+                tokens=[first, *(step.tokens[0] for step in steps)],
+                at=[step.at for step in steps],
+                selected=[step.selected for step in steps],
+                fetched=[step.fetched for step in steps],
+                waited_s=[step.waited_s for step in steps],
+                fetch_wait_s=[step.fetch_wait_s for step in steps],
+                complete=all(transfer.poll_ready(layer) for layer in range(spec.layers)),
+            )
+            line.command()
+        line.emit("released")
+
+
+if __name__ == "__main__":
+    main()
