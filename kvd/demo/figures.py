@@ -11,6 +11,8 @@ from typing import Any
 from kvd.demo.report import megabytes, rate, seconds
 from kvd.importance.budget import needed_share, rest_s, ttst_bound
 
+BUSY_FROM = 1.25
+BUSY = " (this machine's processors are busy with something else: ratios to the bound mean little)"
 STEPS_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 PATHS = ("metadata", "proactive", "on_demand", "speculative")
 
@@ -135,6 +137,12 @@ class Comparison:
     def tokens_equal(self) -> bool:
         return all(run.tokens == s.local_tokens for s in self.selections for run in s.runs)
 
+    @property
+    def disturbed(self) -> float:
+        """How much longer prefill took in the runs than alone: the median of TTFT / T_p."""
+        found = [run.ttft_s / self.prefill_s for s in self.selections for run in s.runs]
+        return median(found) if found else 1.0
+
     def needed(self, selection: Selection) -> float:
         """f: the share of the cache that must have crossed the link before the second token."""
         chosen = selection.entries / self.prompt_tokens
@@ -144,13 +152,14 @@ class Comparison:
         """A decode step with everything local."""
         return median(selection.local_step_s) if selection.local_step_s else None
 
-    def bound_s(self, selection: Selection, mode: str = "") -> float | None:
-        """The earliest possible second token; in mode ``full``, with all of the cache needed for it."""
+    def bound_s(self, selection: Selection, mode: str = "", prefill_s: float | None = None) -> float | None:
+        """The earliest possible second token; in mode ``full``, with all of the cache needed for it. ``prefill_s`` is
+        T_p where it is another."""
         step = self.step_s(selection)
         if step is None:
             return None
         share = 1 + self.metadata_bytes / self.kv_bytes if mode == "full" else self.needed(selection)
-        return ttst_bound(self.prefill_s, self.transfer_s, share, step)
+        return ttst_bound(self.prefill_s if prefill_s is None else prefill_s, self.transfer_s, share, step)
 
     def judged(self, selection: Selection, run: Run) -> dict[str, float | None]:
         """A run by its bounds, and by mode ``full``."""
@@ -161,6 +170,8 @@ class Comparison:
         return {
             "bound_s": bound,
             "over_bound": _quotient(run.ttst_s, bound),
+            # Prefill that shares its cores takes longer than T_p, which is not the transfer's doing.
+            "over_bound_of_ttft": _quotient(run.ttst_s, self.bound_s(selection, run.setting.mode, run.ttft_s)),
             "full_over_ttst": _quotient(full.ttst_s if full else None, run.ttst_s),
             "steady_over_full": _quotient(run.steady_s, full.steady_s if full else None),
             "rest_s": rest,
@@ -177,6 +188,7 @@ class Comparison:
         found |= {
             "link_bit_per_s": self.link * 8 or None,
             "transfer_s": self.transfer_s,
+            "ttft_over_prefill_median": self.disturbed,
             "tokens_equal": self.tokens_equal,
             "selections": [self._selection_json(selection) for selection in self.selections],
         }
@@ -232,6 +244,7 @@ class Comparison:
             ("KV cache", f"{_bytes(self.kv_bytes)}, {self.selector} metadata {_bytes(self.metadata_bytes)}"),
             ("link", link),
             ("T_p, T_t", f"{seconds(self.prefill_s)} (of {samples}), {seconds(self.transfer_s)}{times}"),
+            ("TTFT / T_p, median", f"{self.disturbed:.2f}" + (BUSY if self.disturbed > BUSY_FROM else "")),
             ("importance", ", ".join(f"{name} {value}" for name, value in self.profile.items()) or "by address"),
         ]
 
@@ -271,6 +284,7 @@ class Comparison:
             seconds(run.ttst_s),
             seconds(found["bound_s"]),
             _two(found["over_bound"]),
+            _two(found["over_bound_of_ttft"]),
             _two(found["full_over_ttst"]),
             seconds(run.steady_s),
             _two(found["steady_over_full"]),
@@ -281,10 +295,10 @@ class Comparison:
 
 
 _TIME_HEADS = [
-    *("run", "TTFT", "TTST", "bound", "TTST/bound", "full/TTST", "TBT end", "TBT/full"),
+    *("run", "TTFT", "TTST", "bound", "TTST/bound", "(by TTFT)", "full/TTST", "TBT end", "TBT/full"),
     *("all local", "rest/link time", "same tokens"),
 ]
-"""TBT at the end, and that over mode full's; when everything was local, and what that took after the second token over
+"""In brackets: by the bound with TTFT in the place of T_p. TBT at the end, and that over mode full's; when everything was local, and what that took after the second token over
 the link time that the rest needs."""
 
 

@@ -92,6 +92,16 @@ def test_a_run_is_judged_by_its_bound_and_by_full() -> None:
     assert made.judged(selection, full)["rest_over_link_time"] is None
 
 
+def test_prefill_that_was_disturbed_is_told() -> None:
+    made = comparison(run_of(), prefill_s=0.5)
+    found = made.judged(made.selections[0], made.selections[0].runs[0])
+    f = made.needed(made.selections[0])
+    assert made.disturbed == 2.0
+    assert "busy" in dict(made.rows())["TTFT / T_p, median"]
+    assert "busy" not in dict(comparison(run_of()).rows())["TTFT / T_p, median"]
+    assert found["over_bound_of_ttft"] == pytest.approx(2.0 / (max(1.0, 8 * f) + 0.125))
+
+
 def test_tbt_and_ctl() -> None:
     run = run_of()
     assert run.ttft_s == 1.0
