@@ -22,27 +22,65 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-PACKAGES = (
-    "qemu-system-x86 busybox-static cpio xz-utils zstd iproute2 python3-pyverbs ibverbs-providers python3-venv"
-).split()
+PACKAGES = [
+    "qemu-system-x86",
+    "busybox-static",
+    "cpio",
+    "xz-utils",
+    "zstd",
+    "iproute2",
+    "python3-pyverbs",
+    "ibverbs-providers",
+    "python3-venv",
+]
 
 TOOLS = ("qemu-system-x86_64", "busybox", "cpio", "xz", "dpkg-deb")
 
-REQUIREMENTS = (
-    "hypothesis msgpack msgspec numpy psutil pytest pytest-asyncio pytest-timeout rich safetensors structlog typer "
-    "uvloop"
-).split()
+REQUIREMENTS = [
+    "hypothesis",
+    "msgpack",
+    "msgspec",
+    "numpy",
+    "psutil",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "rich",
+    "safetensors",
+    "structlog",
+    "typer",
+    "uvloop",
+]
 
-MODULES = (
-    # crc32_generic: rxe asks the crypto layer for "crc32".
-    "virtio_pci virtio_console virtio_rng 9p 9pnet_virtio overlay crc32_generic veth ib_uverbs rdma_ucm rdma_rxe"
-).split()
+MODULES = [
+    "virtio_pci",
+    "virtio_console",
+    "virtio_rng",
+    "9p",
+    "9pnet_virtio",
+    "overlay",
+    "crc32_generic",
+    "veth",
+    "ib_uverbs",
+    "rdma_ucm",
+    "rdma_rxe",
+]
 
-UNPACK = (
-    "./boot/* */modules.builtin */kernel/drivers/infiniband/core/* */kernel/drivers/infiniband/sw/* "
-    "*/kernel/drivers/virtio/* */kernel/drivers/net/*.ko* */kernel/drivers/char/* */kernel/fs/* */kernel/net/9p/* "
-    "*/kernel/net/ipv4/* */kernel/net/ipv6/* */kernel/crypto/* */kernel/lib/*"
-).split()
+UNPACK = [
+    "./boot/*",
+    "*/modules.builtin",
+    "*/kernel/drivers/infiniband/core/*",
+    "*/kernel/drivers/infiniband/sw/*",
+    "*/kernel/drivers/virtio/*",
+    "*/kernel/drivers/net/*.ko*",
+    "*/kernel/drivers/char/*",
+    "*/kernel/fs/*",
+    "*/kernel/net/9p/*",
+    "*/kernel/net/ipv4/*",
+    "*/kernel/net/ipv6/*",
+    "*/kernel/crypto/*",
+    "*/kernel/lib/*",
+]
 
 
 class Missing(Exception):

@@ -1,0 +1,45 @@
+"""The verbs fabric under the conformance suite: over two devices, on both event loops."""
+
+import functools
+import itertools
+
+import pytest
+
+from tests.verbs.devices import DEVICES, needs_devices
+
+pytestmark = needs_devices
+pytest.register_assert_rewrite("kvd.fabric.conformance")
+
+from kvd.fabric.conformance import FabricConformance  # noqa: E402
+
+
+class OverTwoDevices(FabricConformance):
+    @pytest.fixture
+    def make_fabric(self):
+        from kvd.fabric.verbs.fabric import VerbsFabric
+
+        devices = itertools.cycle(DEVICES)
+        return lambda: VerbsFabric(device=next(devices))
+
+
+class TestVerbsOnAsyncio(OverTwoDevices):
+    pass
+
+
+class TestVerbsOnUvloop(OverTwoDevices):
+    @staticmethod
+    def loop_factory():
+        import uvloop
+
+        return uvloop.new_event_loop()
+
+
+class TestVerbsWithALimit(OverTwoDevices):
+    """The rate is far above what the tests need, but everything goes through the pacer."""
+
+    @pytest.fixture
+    def make_fabric(self):
+        from kvd.fabric.verbs.fabric import VerbsFabric
+
+        devices = itertools.cycle(DEVICES)
+        return lambda: functools.partial(VerbsFabric, rate=4e9)(device=next(devices))
