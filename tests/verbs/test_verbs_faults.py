@@ -209,32 +209,49 @@ def test_a_killed_peer_process_is_noticed_by_the_next_write() -> None:
     asyncio.run(asyncio.wait_for(body(), 100))
 
 
-def test_no_leak_over_connections_and_transfers() -> None:
-    """Connections, grants, writes and messages again and again: neither descriptors nor memory grow."""
+@on_pair
+async def test_no_leak_over_10_000_transfers(pair: Pair) -> None:
+    """Data, mask and message again and again, each in a new grant: neither descriptors nor memory grow."""
+    source, region = pair.left.memory(4096)
+    target, open_grant = pair.right.granted(4096)
+
+    async def transfers(count: int) -> None:
+        for start in range(0, count, 100):
+            grant = pair.right.fabric.grant(open_grant.region, 0, 4096)
+            operations = [
+                pair.left.endpoint.write(
+                    Lane.URGENT, region, grant.token, one(0, 0, 512), then=one(4095, 4095, 1), notify=b"n"
+                )
+                for _ in range(start, start + 100)
+            ]
+            await asyncio.gather(*(operation.done for operation in operations))
+            await pair.right.until(lambda: len(pair.right.messages) == 100)
+            pair.right.messages.clear()
+            await pair.right.fabric.revoke(grant)
+
+    await transfers(2000)
+    resident, descriptors = _resident(), open_descriptors()
+    await transfers(10_000)
+    assert open_descriptors() == descriptors
+    assert _resident() - resident < 1 << 20, "100 bytes a transfer"
+    assert (source[:512] == target[:512]).all()
+
+
+def test_no_leak_over_connections() -> None:
     from kvd.fabric.verbs.fabric import VerbsFabric
 
-    devices = itertools.cycle(DEVICES)
-
-    async def connection(count: int) -> None:
-        async with connected(lambda: VerbsFabric(device=next(devices))) as pair:
-            source, region = pair.left.memory(4096)
-            target, grant = pair.right.granted(4096)
-            for start in range(0, count, 100):
-                operations = [
-                    pair.left.endpoint.write(
-                        Lane.URGENT, region, grant.token, one(0, 0, 512), then=one(4095, 4095, 1), notify=b"n"
-                    )
-                    for _ in range(start, start + 100)
-                ]
-                await asyncio.gather(*(operation.done for operation in operations))
-            assert (source[:512] == target[:512]).all()
+    async def connections(count: int) -> None:
+        devices = itertools.cycle(DEVICES)
+        for _ in range(count):
+            async with connected(lambda: VerbsFabric(device=next(devices))) as pair:
+                await pair.both_live()
 
     async def body() -> None:
-        await connection(1000)
+        await connections(5)
         resident, descriptors = _resident(), open_descriptors()
-        await connection(4000)
+        await connections(20)
         assert open_descriptors() == descriptors
-        assert _resident() - resident < 1 << 20, "more than 256 bytes a transfer"
+        assert _resident() - resident < 4 << 20, "a tenth of what a connection has"
 
     asyncio.run(body())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import logging
 import os
@@ -129,15 +128,22 @@ def device_names() -> list[str]:
 
 def open_device(name: str) -> Any:
     """A Context; raises :class:`FabricError` where the device does not exist or must not be opened."""
+    names = device_names()
+    if name not in names:
+        raise FabricError(
+            f"there is no RDMA device {name!r} here; choose one of {', '.join(names) or 'none (there are none)'} with "
+            "fabric.device",
+            device=name,
+            known=names,
+        )
     try:
         return Context(name=name)
     except PyverbsError as error:
-        number = error_number(error)
-        if number in (errno.EACCES, errno.EPERM):
-            fix = "give the daemon's user access to /dev/infiniband/uverbs* (group rdma)"
-        else:
-            fix = f"choose one of {', '.join(device_names()) or 'none (there is no device)'} with fabric.device"
-        raise FabricError(f"the RDMA device {name!r} can't be opened: {error}; {fix}", device=name) from None
+        raise FabricError(
+            f"the RDMA device {name!r} can't be opened: {error}; give the daemon's user access to "
+            "/dev/infiniband/uverbs* (group rdma, and DeviceAllow=char-infiniband_verbs rw in the systemd unit)",
+            device=name,
+        ) from None
 
 
 def make_channel(context: Any) -> tuple[Any, int]:

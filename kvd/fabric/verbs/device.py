@@ -16,8 +16,8 @@ SEND_DEPTH = 128
 """Work requests outstanding on a queue pair."""
 INLINE_BYTES = 64
 """Up to this size a request carries its bytes itself, which spares the device a read of memory."""
-ACK_TIMEOUT, RETRIES = 14, 7
-"""67 ms, and 7 retries: a peer that is silent for about half a second is gone."""
+ACK_TIMEOUT, RETRIES = 14, 6
+"""67 ms, and 6 retries: a peer that is silent for about half a second is gone. For rxe, 7 means for ever."""
 RNR_FOREVER = 7
 
 

@@ -279,6 +279,7 @@ class VerbsLane:
             request.close()
         self._receives.clear()
         self._mr.close()
+        self.memory.release()  # at once: the rest of an endpoint waits for the collector, and this is most of it
         self._posted.clear()
         self.queue.clear()
         self.undelivered.clear()
