@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,3 +119,10 @@ def test_auto_on_a_device_that_is_not_there_is_tcp(tmp_path: Path) -> None:
         assert daemon.log.read_text().count("fabric auto: tcp") == 1
     finally:
         daemon.destroy()
+
+
+def test_doctor_finds_nothing() -> None:
+    done = subprocess.run([sys.executable, "-m", "kvd", "doctor"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verbs work: rxe0 port 1" in done.stdout
+    assert "FIX" not in done.stdout

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -138,6 +140,44 @@ async def test_a_destroyed_queue_pair_ends_the_connection(pair: Pair) -> None:
     assert type(error) is FabricError
     await pair.left.until(lambda: len(pair.left.lost) > 0)
     assert "IBV_WC_RETRY_EXC_ERR" in pair.left.lost[0].message
+
+
+@contextlib.contextmanager
+def link_down() -> Iterator[None]:
+    """Nothing gets from one device to the other."""
+
+    def ip(command: str) -> None:
+        subprocess.run(["/usr/sbin/ip", *command.split()], check=True)
+
+    ip("link set veth1 down")
+    try:
+        yield
+    finally:
+        ip("link set veth1 up")
+        # The routes of guest/net.sh, which went with the link.
+        ip("route replace 10.77.0.2 dev veth0 src 10.77.0.1 table 101")
+        ip("route replace 10.77.0.1 dev veth1 src 10.77.0.2 table 102")
+
+
+def test_a_link_that_is_down_ends_the_connection_and_the_next_one_works() -> None:
+    @on_pair
+    async def broken(pair: Pair) -> None:
+        _, region = pair.left.memory(1000)
+        _, grant = pair.right.granted(1000)
+        with link_down():
+            error = await failure(pair.left.endpoint.write(Lane.BULK, region, grant.token, one(0, 0, 1000)))
+            assert type(error) is FabricError
+            await pair.left.until(lambda: len(pair.left.lost) > 0)
+            assert "IBV_WC_RETRY_EXC_ERR" in pair.left.lost[0].message
+            pair.right.endpoint.close()
+            await pair.right.endpoint.wait_closed()
+
+    @on_pair
+    async def whole(pair: Pair) -> None:
+        await pair.both_live()
+
+    broken()
+    whole()
 
 
 PEER = """
