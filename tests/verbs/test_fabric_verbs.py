@@ -1,6 +1,5 @@
 """The verbs fabric under the conformance suite: over two devices, on both event loops."""
 
-import functools
 import itertools
 
 import pytest
@@ -42,4 +41,16 @@ class TestVerbsWithALimit(OverTwoDevices):
         from kvd.fabric.verbs.fabric import VerbsFabric
 
         devices = itertools.cycle(DEVICES)
-        return lambda: functools.partial(VerbsFabric, rate=4e9)(device=next(devices))
+        return lambda: VerbsFabric(device=next(devices), rate=4e9)
+
+
+# The guest is slow: what the pacer can't break is not run a third time.
+PACED = {
+    "test_write_and_read",
+    "test_mixed_sizes_both_ways",
+    "test_cancel_before_the_start",
+    "test_close_fails_everything",
+}
+for name in dir(FabricConformance):
+    if name.startswith("test_") and name not in PACED:
+        setattr(TestVerbsWithALimit, name, None)
