@@ -197,6 +197,7 @@ class Daemon:
             socket=self.config.api.socket,
             listen=self.listening,
             fabric=self._fabric.name,
+            **({"device": self._fabric.details} if self._fabric.details else {}),
             kernels=kernels,
             pid=os.getpid(),
         )

@@ -171,6 +171,8 @@ class Fabric(abc.ABC):
 
     name: str
     capabilities: Capabilities
+    details: str = ""
+    """What it runs on, for people: device, port, address."""
 
     @abc.abstractmethod
     def register(self, memory: memoryview) -> Region:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvd.errors import FabricError, InvalidArgument, KvdError, ProtocolError
+from kvd.errors import FabricError, KvdError, ProtocolError
 from kvd.fabric.base import Bringup, Endpoint, EndpointCounters, Operation, Region
 from kvd.fabric.operations import check_message, closed_error
 from kvd.fabric.regions import Refusal, access_error
 from kvd.fabric.runs import Runs, checked_runs
 from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.completions import Completions
 from kvd.fabric.verbs.device import SEND_DEPTH
 from kvd.fabric.verbs.lane import SLOT_BYTES, SLOTS, Pace, VerbsLane
 from kvd.fabric.verbs.operation import VerbsOperation
+from kvd.fabric.verbs.totals import Totals
 from kvd.fabric.verbs.wire import VERSION, Header, Hello, Kind, Token, unpack_frame, unpack_hello, unpack_token
 from kvd.types import Descriptors, Lane
 
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
     from kvd.fabric.verbs.fabric import VerbsFabric
 
 MAX_MESSAGE = 64 << 10
-POLL_BATCH = 32
-POLLS_A_TURN = 8
-"""Batches of completions that are handled before the event loop gets its turn."""
-ACK_BATCH = 64
-"""Events that are acknowledged at once, since that takes a lock."""
 NOTE_BYTES = 4 << 20
 NOTE_S = 0.01
 """The peer learns of bytes placed in its memory after so many, or after so long."""
@@ -59,22 +55,25 @@ class VerbsEndpoint(Endpoint):
         self._scheduled = False
         self._destroyed = False
         self._lost = False
-        self._unacknowledged = 0
-        self._refused = 0
-        self._placed = self._fetched = 0
-        self._told = 0
-        self._peer_placed = self._peer_fetched = self._peer_refused = 0
+        self._totals = Totals(self.counters)
         self._note: asyncio.TimerHandle | None = None
         self._farewell: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
         device = fabric.device
         self._pace = Pace(loop, fabric.rate) if fabric.rate else None
-        self._channel, self._descriptor = ib.make_channel(device.context)
-        self._cq = ib.CQ(device.context, 2 * (SEND_DEPTH + 2 * SLOTS), None, self._channel, 0)
-        self._lanes = {
-            lane: VerbsLane(lane, device, self._cq, fabric.chain, self.counters, self._header, self._pace)
-            for lane in Lane
-        }
+        depth = len(Lane) * (SEND_DEPTH + 2 * SLOTS)
+        self._completions = Completions(loop, device.context, depth, self._complete, self._on_batch, self._break)
+        self._lanes: dict[Lane, VerbsLane] = {}
+        try:
+            for lane in Lane:
+                self._lanes[lane] = VerbsLane(
+                    lane, device, self._completions.queue, fabric.chain, self.counters, self._header, self._pace
+                )
+        except (FabricError, ib.PyverbsError):
+            for made in self._lanes.values():
+                made.destroy()
+            self._completions.close()
+            raise
 
     # --- bring-up -------------------------------------------------------------------------------------------------
 
@@ -104,9 +103,7 @@ class VerbsEndpoint(Endpoint):
         await bringup.exchange(b"")
         self._check_open()
         self._connected = True
-        self._cq.req_notify()
-        self.loop.add_reader(self._descriptor, self._on_event)
-        self._poll()
+        self._completions.start()
 
     @property
     def on_message(self) -> Callable[[Lane, bytes], None]:
@@ -156,7 +153,7 @@ class VerbsEndpoint(Endpoint):
         refusal = self._check(token, operation)
         if refusal is None:
             return self._submit(lane, operation)
-        self._refused += 1
+        self._totals.refused += 1
         self._note_soon()
         operation.settle(access_error(kind, refusal, operation.low, operation.high))
         return operation
@@ -208,37 +205,9 @@ class VerbsEndpoint(Endpoint):
 
     # --- completions ----------------------------------------------------------------------------------------------
 
-    def _on_event(self) -> None:
-        try:
-            while True:
-                self._channel.get_cq_event(self._cq)
-                self._unacknowledged += 1
-        except ib.PyverbsError as error:
-            if ib.error_number(error) != errno.EAGAIN:
-                self._break(f"the completion channel failed: {error}")
-                return
-        if self._unacknowledged >= ACK_BATCH:
-            self._cq.ack_events(self._unacknowledged)
-            self._unacknowledged = 0
-        self._cq.req_notify()  # before the poll, so that nothing is missed between them
-        self._poll()
-
-    def _poll(self) -> None:
-        for _ in range(POLLS_A_TURN):
-            if self._destroyed:
-                return
-            count, completions = self._cq.poll(POLL_BATCH)
-            for completion in completions:
-                if self._destroyed:
-                    return
-                self._complete(completion.wr_id, completion.status, completion.byte_len)
-            if count < POLL_BATCH:
-                break
-        else:
-            self.loop.call_soon(self._poll)
+    def _on_batch(self) -> None:
         self._progress()
-        if not self._destroyed:
-            self._pump()
+        self._pump()
 
     def _complete(self, wr_id: int, status: int, nbytes: int) -> None:
         lane, number = self._lanes[Lane(wr_id >> 1 & 1)], wr_id >> 2
@@ -273,7 +242,8 @@ class VerbsEndpoint(Endpoint):
             )
             return
         lane.recycle(slot)
-        self._learn(lane, header)
+        self._totals.learn(header)
+        lane.acknowledged(header.consumed)
         if header.kind is Kind.BYE:
             self._break("the peer closed it")
         elif header.kind in (Kind.MESSAGE, Kind.PART):
@@ -292,16 +262,6 @@ class VerbsEndpoint(Endpoint):
         lane.consumed += 1
         lane.state_due = True
         self._schedule()
-
-    def _learn(self, lane: VerbsLane, header: Header) -> None:
-        counters = self.counters
-        counters.bytes_received += max(0, header.placed - self._peer_placed)
-        counters.bytes_sent += max(0, header.fetched - self._peer_fetched)
-        counters.access_errors += max(0, header.refused - self._peer_refused)
-        self._peer_placed = max(self._peer_placed, header.placed)
-        self._peer_fetched = max(self._peer_fetched, header.fetched)
-        self._peer_refused = max(self._peer_refused, header.refused)
-        lane.acknowledged(header.consumed)
 
     def _message(self, lane: VerbsLane, kind: Kind, body: bytes) -> None:
         parts = self._parts[lane.lane]
@@ -329,18 +289,12 @@ class VerbsEndpoint(Endpoint):
     # --- what the peer is told ------------------------------------------------------------------------------------
 
     def _header(self, kind: Kind, length: int, lane: VerbsLane) -> Header:
-        # What this side read and wrote is what of its totals is not the peer's doing.
-        self._placed = self.counters.bytes_sent - self._peer_fetched
-        self._fetched = self.counters.bytes_received - self._peer_placed
-        self._told = self._placed + self._fetched
-        return Header(kind, length, lane.consumed, self._placed, self._fetched, self._refused)
+        return self._totals.header(kind, length, lane.consumed)
 
     def _progress(self) -> None:
-        counters = self.counters
-        own = counters.bytes_sent + counters.bytes_received - self._peer_fetched - self._peer_placed
-        if own - self._told >= NOTE_BYTES:
+        if self._totals.untold >= NOTE_BYTES:
             self._tell()
-        elif own > self._told:
+        elif self._totals.untold:
             self._note_soon()
 
     def _note_soon(self) -> None:
@@ -391,7 +345,7 @@ class VerbsEndpoint(Endpoint):
             if not operation.settled:
                 waiting.add(operation)
                 operation.on_end = ended
-        self._refused += len(concerned)
+        self._totals.refused += len(concerned)
         if not waiting:
             self._lanes[Lane.URGENT].controls.append((Kind.REVOKED, grant_id))
             self._schedule()
@@ -435,13 +389,8 @@ class VerbsEndpoint(Endpoint):
                 timer.cancel()
         if self._pace is not None:
             self._pace.close()
-        if self._connected:
-            self.loop.remove_reader(self._descriptor)
         left = [operation for lane in self._lanes.values() for operation in lane.destroy()]
-        if self._unacknowledged:
-            self._cq.ack_events(self._unacknowledged)  # else the queue can't be destroyed
-        self._cq.close()
-        self._channel.close()
+        self._completions.close()
         self.fabric.endpoints.discard(self)
         reason = closed_error(self.ended)
         for operation in left:
@@ -453,6 +402,3 @@ class VerbsEndpoint(Endpoint):
         if self._lost:
             self.loop.call_soon(self.on_lost, error or reason)  # after the operations' own callbacks
         self._closed.set()
-
-
-__all__ = ["FabricError", "InvalidArgument", "VerbsEndpoint"]

@@ -46,6 +46,7 @@ class VerbsFabric(Fabric):
         self.rate = rate
         self.key = secrets.token_bytes(KEY_BYTES)
         self.device = Device(device, port, gid_index)
+        self.details = f"{self.device.name} port {port}, GID {self.device.gid_index} ({self.device.gid})"
         self.chain = ib.Chain(CHAIN_LINKS)
         self.endpoints: set[VerbsEndpoint] = set()
         self._table = RegionTable()
