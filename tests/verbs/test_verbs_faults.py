@@ -269,11 +269,14 @@ async def test_no_leak_over_10_000_transfers(pair: Pair) -> None:
             pair.right.messages.clear()
             await pair.right.fabric.revoke(grant)
 
-    await transfers(2000)
-    resident, descriptors = _resident(), open_descriptors()
-    await transfers(10_000)
+    await transfers(1000)
+    resident, descriptors = [_resident()], open_descriptors()
+    for _ in range(5):
+        await transfers(2000)
+        resident.append(_resident())
     assert open_descriptors() == descriptors
-    assert _resident() - resident < 1 << 20, "100 bytes a transfer"
+    # What earlier tests left to the allocator makes single steps; a leak of 16 bytes a transfer shows in every part.
+    assert min(np.diff(resident)) < 2000 * 16
     assert (source[:512] == target[:512]).all()
 
 
