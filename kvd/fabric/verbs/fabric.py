@@ -18,8 +18,9 @@ from kvd.fabric.verbs.wire import ID_BYTES, KEY_BYTES, Token
 
 CHAIN_LINKS = 32
 """Work requests posted at once."""
-REVOKE_PATIENCE_S = 1.0
-"""How long a revocation waits for the peers. Then the device refuses them, which ends their connections."""
+REVOKE_PATIENCE_S = 10.0
+"""How long a revocation waits for the peers. Then the device refuses them, which ends their connections. More than a
+window of outstanding bytes takes; a peer that hangs loses its session before."""
 
 
 @dataclasses.dataclass(slots=True)
