@@ -110,7 +110,13 @@ class Selective(_Section, frozen=True, kw_only=True):
 
 class Fabric(_Section, frozen=True, kw_only=True):
     name: str = "tcp"
-    """``tcp``, or ``auto`` for the best that this host offers."""
+    """``tcp``; ``verbs`` for RDMA; ``auto`` for verbs where this host has a device, else tcp."""
+    device: str = ""
+    """The RDMA device of ``verbs``. Empty: the first that has an active port."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
+    """The RDMA device's port."""
+    gid_index: Annotated[int, msgspec.Meta(ge=-1, le=65535)] = -1
+    """The RDMA port's address; -1: the first RoCE v2 one with an IPv4 address, else a global IPv6 one."""
     rate: Rate = Rate(0)
     """Limit of each link; 0: none."""
 

@@ -19,7 +19,7 @@ from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
 from kvd.config import Config, read_keys
 from kvd.errors import ShuttingDown
-from kvd.fabric import registry
+from kvd.fabric import choice, registry
 from kvd.fabric.base import Fabric
 from kvd.memory.pool import Pool
 from kvd.peers.local import connect_local
@@ -106,8 +106,14 @@ class Daemon:
         self._started = time.monotonic()
         self._local: Session | None = None
         self._local_lock = asyncio.Lock()
-        name = "tcp" if config.fabric.name == "auto" else config.fabric.name
-        self._fabric: Fabric = registry.create(name, rate=float(config.fabric.rate))
+        self._fabric: Fabric = choice.choose(
+            config.fabric.name,
+            rate=float(config.fabric.rate),
+            device=config.fabric.device,
+            port=config.fabric.port,
+            gid_index=config.fabric.gid_index,
+            log=log,
+        )
         self._loopback: Fabric = registry.create("loopback")
         self._pool = Pool(
             config.memory.pool,
@@ -191,6 +197,7 @@ class Daemon:
             socket=self.config.api.socket,
             listen=self.listening,
             fabric=self._fabric.name,
+            **({"device": self._fabric.details} if self._fabric.details else {}),
             kernels=kernels,
             pid=os.getpid(),
         )

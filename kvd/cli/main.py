@@ -90,6 +90,14 @@ def status(
     raise typer.Exit(command.status(socket, config, as_json=as_json, watch_s=watch))
 
 
+@app.command()
+def doctor(config: ConfigFile = None) -> None:
+    """Find what keeps RDMA from working on this host. Exit code: 0 nothing, 1 something."""
+    from kvd.cli import doctor as command
+
+    raise typer.Exit(command.doctor(config))
+
+
 @config_app.command("check")
 def config_check(config: ConfigFile = None) -> None:
     """Check the configuration on this host. Exit code: 0 usable, 2 not."""

@@ -76,7 +76,10 @@ class Grant:
 
 @dataclasses.dataclass(slots=True)
 class EndpointCounters:
-    """Totals since the endpoint was connected. Payload bytes only: no headers, no descriptors."""
+    """Totals since the endpoint was connected. Payload bytes only: no headers, no descriptors.
+
+    Where ``one_sided`` holds, what the peer did in this side's memory is counted when this side learns of it.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -168,6 +171,8 @@ class Fabric(abc.ABC):
 
     name: str
     capabilities: Capabilities
+    details: str = ""
+    """What it runs on, for people: device, port, address."""
 
     @abc.abstractmethod
     def register(self, memory: memoryview) -> Region:

@@ -26,6 +26,7 @@ GROUP = "kvd.fabrics"
 _BUILT_IN = {
     "loopback": "kvd.fabric.loopback:LoopbackFabric",
     "tcp": "kvd.fabric.tcp:TcpFabric",
+    "verbs": "kvd.fabric.verbs.fabric:VerbsFabric",
 }
 
 

@@ -1,0 +1,32 @@
+"""Which fabric a daemon uses: the one that its configuration names, or for ``auto`` the best that the host offers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from kvd.errors import ConfigError, FabricError
+from kvd.fabric import registry
+from kvd.fabric.base import Fabric
+
+
+class Log(Protocol):
+    """What :func:`choose` needs of a structlog logger."""
+
+    def info(self, event: str, **fields: Any) -> Any: ...
+
+
+def choose(name: str, *, rate: float, device: str, port: int, gid_index: int, log: Log) -> Fabric:
+    """Make the fabric ``name``; ``device``, ``port`` and ``gid_index`` are for verbs.
+
+    ``auto`` takes verbs, or tcp with one line in the log that says why. Any other name is taken at its word: ``verbs``
+    raises :class:`~kvd.errors.FabricError` without a usable device (:class:`~kvd.errors.ConfigError` without pyverbs),
+    and ``tcp`` opens no device.
+    """
+    verbs = {"device": device, "port": port, "gid_index": gid_index}
+    if name == "auto":
+        try:
+            return registry.create("verbs", rate=rate, **verbs)
+        except (ConfigError, FabricError) as error:
+            log.info("fabric auto: tcp, since verbs can't be used", reason=error.message)
+            return registry.create("tcp", rate=rate)
+    return registry.create(name, rate=rate, **(verbs if name == "verbs" else {}))

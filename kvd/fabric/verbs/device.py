@@ -1,0 +1,163 @@
+"""One RDMA device as the fabric uses it: its port, address, limits, registrations and queue pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.errors import FabricError
+from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.advice import choose_gid, registration_error
+from kvd.fabric.verbs.wire import Hello
+
+SEND_DEPTH = 128
+"""Work requests outstanding on a queue pair."""
+INLINE_BYTES = 64
+"""Up to this size a request carries its bytes itself, which spares the device a read of memory."""
+ACK_TIMEOUT, RETRIES = 14, 6
+"""67 ms, and 6 retries: a peer that is silent for about half a second is gone. For rxe, 7 means for ever."""
+RNR_FOREVER = 7
+
+
+class Device:
+    """An opened device. ``name`` "": the first that has an active port. ``gid_index`` -1: as
+    :func:`~kvd.fabric.verbs.advice.choose_gid` says.
+
+    Raises :class:`FabricError` where there is no device, port or address.
+    """
+
+    def __init__(self, name: str = "", port: int = 1, gid_index: int = -1) -> None:
+        self.port = port
+        self.name = name or _first_active(port)
+        self.context = ib.open_device(self.name)
+        try:
+            self._open(gid_index)
+        except ib.PyverbsError as error:
+            self.context.close()
+            raise FabricError(
+                f"the RDMA device {self.name!r} can't be used at port {port}: {error}; choose another with "
+                "fabric.device and fabric.port",
+                device=self.name,
+            ) from None
+        except FabricError:
+            self.context.close()
+            raise
+
+    def _open(self, gid_index: int) -> None:
+        port = self.context.query_port(self.port)
+        if port.state != ib.PORT_ACTIVE:
+            raise FabricError(
+                f"port {self.port} of the RDMA device {self.name!r} is not active (state {port.state}); set its "
+                "network interface up, or start the subnet manager of an InfiniBand network",
+                device=self.name,
+            )
+        self.lid, self.mtu = int(port.lid), int(port.active_mtu)
+        self.infiniband = port.link_layer == ib.LINK_LAYER_INFINIBAND
+        self.max_message = int(port.max_msg_sz)
+        limits = self.context.query_device()
+        self.reads_out = min(16, int(limits.max_qp_init_rd_atom))
+        self.reads_in = min(16, int(limits.max_qp_rd_atom))
+        self.max_region = int(limits.max_mr_size)
+        self.max_scatter = int(limits.max_sge)
+        table = [
+            (int(entry.gid_index), entry.gid_str(), entry.gid_type == ib.GID_ROCE_V2)
+            for entry in self.context.query_gid_table(port.gid_tbl_len)
+            if entry.port_num == self.port
+        ]
+        self.gid_index, self.gid = choose_gid(table, gid_index, infiniband=self.infiniband, device=self.name)
+        self.domain = ib.PD(self.context)
+
+    def register(self, address: int, nbytes: int, *, remote_write: bool = False, remote_read: bool = False) -> Any:
+        """An MR over memory that the caller keeps; raises :class:`FabricError` with the limit, the need and the fix."""
+        access = ib.ACCESS_LOCAL_WRITE
+        access |= ib.ACCESS_REMOTE_WRITE if remote_write else 0
+        access |= ib.ACCESS_REMOTE_READ if remote_read else 0
+        if nbytes > self.max_region:
+            raise FabricError(
+                f"{nbytes} bytes can't be registered at once, since the device {self.name!r} takes {self.max_region}; "
+                "lower memory.arena",
+                need=nbytes,
+                limit=self.max_region,
+            )
+        try:
+            return ib.MR(self.domain, nbytes, access, address=address)
+        except ib.PyverbsError as error:
+            raise registration_error(self.name, nbytes, ib.error_number(error), str(error)) from None
+
+    def queue_pair(self, cq: Any, receives: int) -> Any:
+        """A connected queue pair's first half: in INIT, ready to take receive buffers."""
+        capacity = ib.QPCap(
+            max_send_wr=SEND_DEPTH,
+            max_recv_wr=receives,
+            max_send_sge=1,
+            max_recv_sge=1,
+            max_inline_data=INLINE_BYTES,
+        )
+        try:
+            qp = ib.QP(self.domain, ib.QPInitAttr(qp_type=ib.QPT_RC, scq=cq, rcq=cq, cap=capacity, sq_sig_all=0))
+            attributes = ib.QPAttr(port_num=self.port)
+            attributes.qp_access_flags = ib.ACCESS_LOCAL_WRITE | ib.ACCESS_REMOTE_WRITE | ib.ACCESS_REMOTE_READ
+            attributes.pkey_index = 0
+            qp.to_init(attributes)
+        except ib.PyverbsError as error:
+            raise FabricError(
+                f"the device {self.name!r} makes no further queue pair: {error}; connect fewer peers, or raise the "
+                "memlock limit",
+                device=self.name,
+            ) from None
+        return qp
+
+    def connect(self, qp: Any, lane: int, mine: Hello, peer: Hello) -> None:
+        """Bring a queue pair from INIT to RTS; raises :class:`FabricError`."""
+        attributes = ib.QPAttr(port_num=self.port)
+        attributes.path_mtu = min(mine.mtu, peer.mtu)
+        attributes.dest_qp_num = peer.qpns[lane]
+        attributes.rq_psn = peer.psns[lane]
+        attributes.max_dest_rd_atomic = self.reads_in
+        attributes.min_rnr_timer = 12
+        try:
+            if self.infiniband and peer.infiniband:
+                attributes.ah_attr = ib.AHAttr(port_num=self.port, is_global=0, dlid=peer.lid, sl=0)
+            else:
+                route = ib.GlobalRoute(dgid=ib.GID(peer.gid), sgid_index=self.gid_index, hop_limit=64)
+                attributes.ah_attr = ib.AHAttr(port_num=self.port, is_global=1, gr=route, sl=0)
+            qp.to_rtr(attributes)
+            attributes.timeout = ACK_TIMEOUT
+            attributes.retry_cnt = RETRIES
+            attributes.rnr_retry = RNR_FOREVER
+            attributes.sq_psn = mine.psns[lane]
+            attributes.max_rd_atomic = max(1, min(self.reads_out, peer.reads))
+            qp.to_rts(attributes)
+        except ib.PyverbsError as error:
+            raise FabricError(
+                f"no queue pair from {self.gid} of {self.name!r} to {peer.gid}: {error}; check that both are on one "
+                "network, or choose another address with fabric.gid_index",
+                gid=self.gid,
+                peer_gid=peer.gid,
+            ) from None
+
+    def close(self) -> None:
+        self.domain.close()
+        self.context.close()
+
+
+def _first_active(port: int) -> str:
+    names = ib.device_names()
+    if not names:
+        raise FabricError(
+            "there is no RDMA device; load the driver of the NIC (lsmod, rdma link), give the process access to "
+            '/dev/infiniband, or set fabric.name = "tcp"'
+        )
+    for name in names:
+        context = ib.open_device(name)
+        try:
+            if context.query_port(port).state == ib.PORT_ACTIVE:
+                return name
+        except ib.PyverbsError:  # this device has no such port
+            continue
+        finally:
+            context.close()
+    raise FabricError(
+        f"no RDMA device ({', '.join(names)}) has an active port {port}; set its network interface up, or choose the "
+        "port with fabric.port",
+        devices=names,
+    )

@@ -1,0 +1,130 @@
+"""Everything that keeps the verbs fabric from working on this host, found at once, each with its fix.
+
+What the system tells is read from /sys and /dev, so that the findings are there without pyverbs too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd.errors import FabricError
+from kvd.fabric.regions import address_of
+from kvd.fabric.verbs import advice
+
+PROBE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. ``fix`` is empty if all is well."""
+
+    what: str
+    fix: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.fix
+
+
+def examine(
+    *,
+    pool: int,
+    device: str = "",
+    port: int = 1,
+    gid_index: int = -1,
+    sys: Path = Path("/sys"),
+    dev: Path = Path("/dev"),
+    memlock: int | None = -1,
+) -> Iterator[Finding]:
+    """All findings for a daemon that registers up to ``pool`` bytes. ``memlock``: its limit, None for none, -1: this
+    process's."""
+    yield from _devices(sys, dev, device)
+    limit = advice.memlock_limit() if memlock == -1 else memlock
+    if limit is None or limit >= pool:
+        yield Finding(f"memlock limit: {'none' if limit is None else f'{limit} bytes'}, the pool has {pool}")
+    else:
+        yield Finding(
+            f"memlock limit: {limit} bytes, but the pool has {pool}",
+            "raise it: LimitMEMLOCK=infinity in the systemd unit, ulimit -l unlimited in a shell, or a memlock line in "
+            "/etc/security/limits.conf; or lower memory.pool",
+        )
+    yield from _peer_memory(sys, dev)
+    yield _trial(device, port, gid_index)
+
+
+def _devices(sys: Path, dev: Path, wanted: str) -> Iterator[Finding]:
+    folder = sys / "class/infiniband"
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not names:
+        yield Finding(
+            "no RDMA device in the kernel",
+            "load the NIC's driver (mlx5_ib, irdma, bnxt_re …), or rdma_rxe with "
+            "`rdma link add rxe0 type rxe netdev NAME` to try without one; in a container, pass the devices in",
+        )
+    elif wanted and wanted not in names:
+        yield Finding(
+            f"RDMA devices: {', '.join(names)}, but the configuration asks for {wanted}",
+            f"set fabric.device to one of {', '.join(names)}",
+        )
+    else:
+        yield Finding(f"RDMA devices: {', '.join(names)}")
+    if not names:
+        return
+    files = sorted((dev / "infiniband").glob("uverbs*"))
+    refused = [str(path) for path in files if not os.access(path, os.R_OK | os.W_OK)]
+    if not files:
+        yield Finding(
+            f"no {dev}/infiniband/uverbs*",
+            "load ib_uverbs; in a systemd unit, PrivateDevices=no and DeviceAllow=char-infiniband_verbs rw",
+        )
+    elif refused:
+        yield Finding(
+            f"no permission on {', '.join(refused)}",
+            "add the daemon's user to the files' group (usually rdma), or allow it with a udev rule",
+        )
+    else:
+        yield Finding(f"device files: {', '.join(map(str, files))}")
+
+
+def _peer_memory(sys: Path, dev: Path) -> Iterator[Finding]:
+    """GPU memory can only be registered through a module that translates its addresses."""
+    if not (dev / "nvidiactl").exists():
+        return
+    if (sys / "module/nvidia_peermem").exists():
+        yield Finding("GPU memory: nvidia-peermem is loaded")
+    else:
+        yield Finding("GPU memory: nvidia-peermem is not loaded", "modprobe nvidia-peermem; host memory works without")
+
+
+def _trial(name: str, port: int, gid_index: int) -> Finding:
+    """Open the device and register memory, as the daemon would."""
+    try:
+        from kvd.fabric.verbs.device import Device
+    except ImportError as error:
+        return Finding(
+            f"pyverbs can't be imported: {error}",
+            "install python3-pyverbs and ibverbs-providers, and make the virtual environment with "
+            "--system-site-packages; or pip install kvd-transport[rdma] with libibverbs-dev",
+        )
+    try:
+        device = Device(name, port, gid_index)
+    except FabricError as error:
+        return _split(error)
+    with mmap.mmap(-1, PROBE_BYTES) as memory:
+        try:
+            with memoryview(memory) as view:
+                device.register(address_of(view), PROBE_BYTES, remote_write=True).close()
+        except FabricError as error:
+            return _split(error)
+        finally:
+            device.close()
+    return Finding(f"verbs work: {device.name} port {port}, GID {device.gid_index} ({device.gid})")
+
+
+def _split(error: FabricError) -> Finding:
+    what, _, fix = error.message.rpartition("; ")
+    return Finding(what, fix)

@@ -1,0 +1,404 @@
+"""A connection to one peer: two queue pairs, one for each lane, on one completion queue."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvd.errors import FabricError, KvdError, ProtocolError
+from kvd.fabric.base import Bringup, Endpoint, EndpointCounters, Operation, Region
+from kvd.fabric.operations import check_message, closed_error
+from kvd.fabric.regions import Refusal, access_error
+from kvd.fabric.runs import Runs, checked_runs
+from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.completions import Completions
+from kvd.fabric.verbs.device import SEND_DEPTH
+from kvd.fabric.verbs.lane import SLOT_BYTES, SLOTS, Pace, VerbsLane
+from kvd.fabric.verbs.operation import VerbsOperation
+from kvd.fabric.verbs.totals import Totals
+from kvd.fabric.verbs.wire import VERSION, Header, Hello, Kind, Token, unpack_frame, unpack_hello, unpack_token
+from kvd.types import Descriptors, Lane
+
+if TYPE_CHECKING:
+    from kvd.fabric.verbs.fabric import VerbsFabric
+
+MAX_MESSAGE = 64 << 10
+NOTE_BYTES = 4 << 20
+NOTE_S = 0.01
+"""The peer learns of bytes placed in its memory after so many, or after so long."""
+FAREWELL_S = 1.0
+"""How long a closing endpoint tries to say so to its peer."""
+REVOKED_KEPT = 1 << 16
+"""Revoked grants of the peer that are remembered. An access by an older one is refused by the peer's device."""
+
+
+class VerbsEndpoint(Endpoint):
+    """See :class:`kvd.fabric.base.Endpoint`. An access that the peer's device refuses ends the endpoint; what is known
+    to be refused never gets to the device."""
+
+    def __init__(self, fabric: VerbsFabric, loop: asyncio.AbstractEventLoop) -> None:
+        self.fabric = fabric
+        self.loop = loop
+        self.counters = EndpointCounters()
+        self.on_lost: Callable[[KvdError], None] = lambda error: None
+        self.ended = ""
+        self._on_message: Callable[[Lane, bytes], None] | None = None
+        self._early: list[tuple[VerbsLane, Kind, bytes]] = []
+        self._parts: dict[Lane, list[bytes]] = {lane: [] for lane in Lane}
+        self._revoked: OrderedDict[bytes, None] = OrderedDict()
+        self._revoking: dict[bytes, asyncio.Future[None]] = {}
+        self._key = b""
+        self._connected = False
+        self._scheduled = False
+        self._destroyed = False
+        self._lost = False
+        self._totals = Totals(self.counters)
+        self._note: asyncio.TimerHandle | None = None
+        self._farewell: asyncio.TimerHandle | None = None
+        self._closed = asyncio.Event()
+        device = fabric.device
+        self._pace = Pace(loop, fabric.rate) if fabric.rate else None
+        depth = len(Lane) * (SEND_DEPTH + 2 * SLOTS)
+        self._completions = Completions(loop, device.context, depth, self._complete, self._on_batch, self._break)
+        self._lanes: dict[Lane, VerbsLane] = {}
+        try:
+            for lane in Lane:
+                self._lanes[lane] = VerbsLane(
+                    lane, device, self._completions.queue, fabric.chain, self.counters, self._header, self._pace
+                )
+        except (FabricError, ib.PyverbsError):
+            for made in self._lanes.values():
+                made.destroy()
+            self._completions.close()
+            raise
+
+    # --- bring-up -------------------------------------------------------------------------------------------------
+
+    async def connect(self, bringup: Bringup) -> None:
+        """Raises :class:`FabricError` or what ``bringup`` raises; the caller closes the endpoint then."""
+        device = self.fabric.device
+        mine = Hello(
+            version=VERSION,
+            gid=device.gid,
+            lid=device.lid,
+            infiniband=device.infiniband,
+            mtu=device.mtu,
+            qpns=(self._lanes[Lane.URGENT].qp.qp_num, self._lanes[Lane.BULK].qp.qp_num),
+            psns=(secrets.randbits(24), secrets.randbits(24)),
+            reads=device.reads_in,
+            slots=SLOTS,
+            slot_bytes=SLOT_BYTES,
+            key=self.fabric.key,
+        )
+        peer = unpack_hello(await bringup.exchange(mine.pack()))
+        self._check_open()
+        self._key = peer.key
+        for lane in self._lanes.values():
+            device.connect(lane.qp, lane.lane, mine, peer)
+            lane.connected(peer.slots, peer.slot_bytes)
+        # The second exchange tells both sides that the other one can receive.
+        await bringup.exchange(b"")
+        self._check_open()
+        self._connected = True
+        self._completions.start()
+
+    @property
+    def on_message(self) -> Callable[[Lane, bytes], None]:
+        return self._on_message or (lambda lane, message: None)
+
+    @on_message.setter
+    def on_message(self, callback: Callable[[Lane, bytes], None]) -> None:
+        self._on_message = callback
+        if self._early:
+            self.loop.call_soon(self._deliver_early)
+
+    # --- submission -----------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        lane: Lane,
+        region: Region,
+        token: bytes,
+        descriptors: Descriptors,
+        *,
+        then: Descriptors | None = None,
+        notify: bytes | None = None,
+    ) -> Operation:
+        self._check_open()
+        parts = [checked_runs(region, descriptors)]
+        if then is not None:
+            parts.append(checked_runs(region, then))
+        message = None if notify is None else check_message(notify, MAX_MESSAGE)
+        return self._submit_access("write", lane, region, token, parts, message)
+
+    def read(self, lane: Lane, region: Region, token: bytes, descriptors: Descriptors) -> Operation:
+        self._check_open()
+        return self._submit_access("read", lane, region, token, [checked_runs(region, descriptors)], None)
+
+    def send(self, lane: Lane, message: bytes) -> Operation:
+        self._check_open()
+        return self._submit(lane, VerbsOperation(self.loop, "message", message=check_message(message, MAX_MESSAGE)))
+
+    def _submit_access(
+        self, kind: str, lane: Lane, region: Region, packed: bytes, parts: list[Runs], message: bytes | None
+    ) -> Operation:
+        address, lkey = self.fabric.local(region)
+        token = unpack_token(packed, self._key)
+        operation = VerbsOperation(
+            self.loop, kind, token=token, address=address, lkey=lkey, parts=parts, message=message
+        )
+        refusal = self._check(token, operation)
+        if refusal is None:
+            return self._submit(lane, operation)
+        self._totals.refused += 1
+        self._note_soon()
+        operation.settle(access_error(kind, refusal, operation.low, operation.high))
+        return operation
+
+    def _check(self, token: Token | None, operation: VerbsOperation) -> Refusal | None:
+        """The peer's device checks as well, but what it refuses breaks the connection."""
+        if token is None:
+            return Refusal.UNKNOWN_TOKEN
+        if token.id in self._revoked:
+            return Refusal.REVOKED
+        if operation.kind == "write" and not token.writable:
+            return Refusal.NOT_WRITABLE
+        if operation.kind == "read" and not token.readable:
+            return Refusal.NOT_READABLE
+        if not 0 <= operation.low <= operation.high <= token.length:
+            return Refusal.OUT_OF_RANGE
+        return None
+
+    def _submit(self, lane: Lane, operation: VerbsOperation) -> VerbsOperation:
+        operation.on_end = self._count
+        self._lanes[lane].queue.append(operation)
+        self._schedule()
+        return operation
+
+    def _count(self, operation: VerbsOperation) -> None:
+        if operation.done.exception() is None:
+            self.counters.writes += operation.kind == "write"
+            self.counters.reads += operation.kind == "read"
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise closed_error(self.ended)
+
+    def _schedule(self) -> None:
+        """Post in the event loop's next turn, so that what is submitted together is posted together."""
+        if not self._scheduled and not self._destroyed:
+            self._scheduled = True
+            self.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._scheduled = False
+        if self._destroyed or not self._connected:
+            return
+        try:
+            for lane in self._lanes.values():
+                lane.pump()
+        except ib.PyverbsError as error:
+            self._break(f"the device {self.fabric.device.name!r} takes no work request: {error}")
+
+    # --- completions ----------------------------------------------------------------------------------------------
+
+    def _on_batch(self) -> None:
+        self._progress()
+        self._pump()
+
+    def _complete(self, wr_id: int, status: int, nbytes: int) -> None:
+        lane, number = self._lanes[Lane(wr_id >> 1 & 1)], wr_id >> 2
+        if status != ib.SUCCESS:
+            self._failed(lane, number, status, bool(wr_id & 1))
+        elif wr_id & 1:
+            self._received(lane, number, nbytes)
+        else:
+            lane.retire(number)
+            if lane.bye_done:
+                self._destroy()
+
+    def _failed(self, lane: VerbsLane, number: int, status: int, receive: bool) -> None:
+        reason = ib.describe_status(status)
+        if receive or status == ib.FLUSHED:
+            self._break(reason)
+            return
+        operation = lane.failed(number)
+        if operation is not None and status == ib.REMOTE_ACCESS:
+            error = access_error(operation.kind, Refusal.REVOKED, operation.low, operation.high)
+            error.fields["status"] = status
+            operation.error = error
+        self._break(f"a {operation.kind if operation else 'message'} failed with {reason}", status)
+
+    def _received(self, lane: VerbsLane, slot: int, nbytes: int) -> None:
+        try:
+            header, body = unpack_frame(lane.receive(slot, nbytes))
+        except ValueError as error:
+            self._end(
+                f"the peer sent what is no frame: {error}",
+                ProtocolError(f"the peer sent what is no frame: {error}; run the same release of kvd at both ends"),
+            )
+            return
+        lane.recycle(slot)
+        self._totals.learn(header)
+        lane.acknowledged(header.consumed)
+        if header.kind is Kind.BYE:
+            self._break("the peer closed it")
+        elif header.kind in (Kind.MESSAGE, Kind.PART):
+            if self._on_message is None or self._early:
+                self._early.append((lane, header.kind, body))
+            else:
+                self._message(lane, header.kind, body)
+        elif header.kind is not Kind.STATE:
+            self._taken(lane)
+            if header.kind is Kind.REVOKE:
+                self._obey(body)
+            elif (waiter := self._revoking.pop(body, None)) and not waiter.done():
+                waiter.set_result(None)
+
+    def _taken(self, lane: VerbsLane) -> None:
+        lane.consumed += 1
+        lane.state_due = True
+        self._schedule()
+
+    def _message(self, lane: VerbsLane, kind: Kind, body: bytes) -> None:
+        parts = self._parts[lane.lane]
+        parts.append(body)
+        if kind is Kind.PART:
+            self._taken(lane)
+            return
+        message = body if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        if self.ended:
+            return
+        self.counters.messages_received += 1
+        try:
+            self.on_message(lane.lane, message)
+        except Exception as error:  # the receiver's mistake must not stop the connection
+            self.loop.call_exception_handler({"message": "on_message of a verbs endpoint failed", "exception": error})
+        self._taken(lane)
+
+    def _deliver_early(self) -> None:
+        while self._early and not self.ended:
+            lane, kind, body = self._early[0]
+            self._message(lane, kind, body)
+            del self._early[0]
+
+    # --- what the peer is told ------------------------------------------------------------------------------------
+
+    def _header(self, kind: Kind, length: int, lane: VerbsLane) -> Header:
+        return self._totals.header(kind, length, lane.consumed)
+
+    def _progress(self) -> None:
+        if self._totals.untold >= NOTE_BYTES:
+            self._tell()
+        elif self._totals.untold:
+            self._note_soon()
+
+    def _note_soon(self) -> None:
+        if self._note is None and not self.ended:
+            self._note = self.loop.call_later(NOTE_S, self._tell)
+
+    def _tell(self) -> None:
+        if self._note is not None:
+            self._note.cancel()
+            self._note = None
+        self._lanes[Lane.URGENT].state_due = True
+        self._schedule()
+
+    # --- revocation -----------------------------------------------------------------------------------------------
+
+    def revoke(self, grant_id: bytes) -> asyncio.Future[None]:
+        """Tell the peer; the future is done when it uses the grant no more, or when the endpoint has ended."""
+        future: asyncio.Future[None] = self.loop.create_future()
+        if self._destroyed or not self._connected:
+            future.set_result(None)
+            return future
+        self._revoking[grant_id] = future
+        self._lanes[Lane.URGENT].controls.append((Kind.REVOKE, grant_id))
+        self._schedule()
+        return future
+
+    def _obey(self, grant_id: bytes) -> None:
+        self._revoked[grant_id] = None
+        if len(self._revoked) > REVOKED_KEPT:
+            self._revoked.popitem(last=False)
+        waiting: set[VerbsOperation] = set()
+
+        def ended(operation: VerbsOperation) -> None:
+            self._count(operation)
+            waiting.discard(operation)
+            if not waiting and not self.ended:
+                self._lanes[Lane.URGENT].controls.append((Kind.REVOKED, grant_id))
+                self._schedule()
+
+        concerned = {
+            operation
+            for lane in self._lanes.values()
+            for operation in lane.live()
+            if operation.token is not None and operation.token.id == grant_id
+        }
+        for operation in concerned:
+            operation.fail(access_error(operation.kind, Refusal.REVOKED, operation.low, operation.high))
+            if not operation.settled:
+                waiting.add(operation)
+                operation.on_end = ended
+        self._totals.refused += len(concerned)
+        if not waiting:
+            self._lanes[Lane.URGENT].controls.append((Kind.REVOKED, grant_id))
+            self._schedule()
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self.ended:
+            return
+        self.ended = "this side closed it"
+        if not self._connected:
+            self._destroy()
+            return
+        self._lanes[Lane.URGENT].bye = Kind.BYE
+        self._lanes[Lane.BULK].bye_posted = True
+        self._farewell = self.loop.call_later(FAREWELL_S, self._destroy)
+        self._schedule()
+
+    async def wait_closed(self) -> None:
+        await self._closed.wait()
+
+    def _break(self, reason: str, status: int = 0) -> None:
+        error = closed_error(reason)
+        if status:
+            error.fields["status"] = status
+        self._end(reason, error)
+
+    def _end(self, reason: str, error: KvdError) -> None:
+        """The connection is broken."""
+        if not self.ended:
+            self.ended = reason
+            self._lost = True
+        self._destroy(error)
+
+    def _destroy(self, error: KvdError | None = None) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        for timer in (self._note, self._farewell):
+            if timer is not None:
+                timer.cancel()
+        if self._pace is not None:
+            self._pace.close()
+        left = [operation for lane in self._lanes.values() for operation in lane.destroy()]
+        self._completions.close()
+        self.fabric.endpoints.discard(self)
+        reason = closed_error(self.ended)
+        for operation in left:
+            operation.settle(operation.error or reason)
+        for future in self._revoking.values():
+            if not future.done():
+                future.set_result(None)
+        self._revoking.clear()
+        if self._lost:
+            self.loop.call_soon(self.on_lost, error or reason)  # after the operations' own callbacks
+        self._closed.set()

@@ -1,0 +1,148 @@
+"""The fabric over RDMA verbs: its device, its registered regions and its grants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from typing import Any
+
+from kvd.errors import FabricError
+from kvd.fabric.base import Bringup, Capabilities, Endpoint, Fabric, Grant, Region
+from kvd.fabric.regions import RegionTable
+from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.device import Device
+from kvd.fabric.verbs.endpoint import MAX_MESSAGE, VerbsEndpoint
+from kvd.fabric.verbs.wire import ID_BYTES, KEY_BYTES, Token
+
+CHAIN_LINKS = 32
+"""Work requests posted at once."""
+REVOKE_PATIENCE_S = 10.0
+"""How long a revocation waits for the peers. Then the device refuses them, which ends their connections. More than a
+window of outstanding bytes takes; a peer that hangs loses its session before."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """A grant that is open: what the table has for it, its id for the peers, and its registration (none if empty)."""
+
+    listed: Grant
+    id: bytes
+    registration: Any
+
+
+class VerbsFabric(Fabric):
+    """See the module. Raises :class:`~kvd.errors.FabricError` where there is no usable device.
+
+    ``device``: its name; "": the first one with an active port. ``gid_index``: the local address; -1: the first RoCE v2
+    one with an IPv4 address, or else a global IPv6 one. ``rate`` limits what each endpoint moves, in bytes per
+    second; 0 means no limit.
+    """
+
+    name = "verbs"
+    capabilities = Capabilities(one_sided=True, max_message=MAX_MESSAGE, max_scatter=1)
+
+    def __init__(self, *, device: str = "", port: int = 1, gid_index: int = -1, rate: float = 0.0) -> None:
+        self.rate = rate
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self.device = Device(device, port, gid_index)
+        self.details = f"{self.device.name} port {port}, GID {self.device.gid_index} ({self.device.gid})"
+        self.chain = ib.Chain(CHAIN_LINKS)
+        self.endpoints: set[VerbsEndpoint] = set()
+        self._table = RegionTable()
+        self._registrations: dict[int, Any] = {}
+        self._open: dict[bytes, _Open] = {}
+        self._closed = False
+
+    def register(self, memory: memoryview) -> Region:
+        region = self._table.register(memory)
+        try:
+            self._registrations[region.id] = self.device.register(self._table.address(region), region.nbytes)
+        except FabricError:
+            self._table.deregister(region)
+            raise
+        return region
+
+    def deregister(self, region: Region) -> None:
+        self._table.deregister(region)
+        registration = self._registrations.pop(region.id, None)
+        if registration is not None:
+            registration.close()
+
+    def local(self, region: Region) -> tuple[int, int]:
+        """Address and lkey of a region; raises :class:`~kvd.errors.InvalidArgument` if it is not registered here."""
+        return self._table.address(region), self._registrations[region.id].lkey
+
+    def grant(
+        self, region: Region, offset: int, length: int, *, writable: bool = True, readable: bool = False
+    ) -> Grant:
+        listed = self._table.grant(region, offset, length, writable=writable, readable=readable)
+        address = self._table.address(region) + offset
+        registration = None
+        if length:
+            # A registration of its own, so that the device itself holds the peer to the grant's bounds and rights.
+            try:
+                registration = self.device.register(address, length, remote_write=writable, remote_read=readable)
+            except FabricError:
+                self._table.revoke(listed)
+                raise
+        name = listed.token[:ID_BYTES]
+        token = Token(name, address, length, registration.rkey if registration else 0, writable, readable)
+        grant = dataclasses.replace(listed, token=token.pack(self.key))
+        self._open[grant.token] = _Open(listed, name, registration)
+        return grant
+
+    async def revoke(self, grant: Grant) -> None:
+        entry = self._open.pop(grant.token, None)
+        if entry is None:
+            return
+        try:
+            told = [endpoint.revoke(entry.id) for endpoint in self.endpoints]
+            if told:
+                await asyncio.wait(told, timeout=REVOKE_PATIENCE_S)
+        finally:
+            self._withdraw(entry)
+
+    def _withdraw(self, entry: _Open) -> None:
+        self._table.revoke(entry.listed)
+        if entry.registration is not None:
+            entry.registration.close()
+            entry.registration = None
+
+    async def connect(self, bringup: Bringup) -> Endpoint:
+        try:
+            endpoint = VerbsEndpoint(self, asyncio.get_running_loop())
+        except ib.PyverbsError as error:
+            raise FabricError(
+                f"the RDMA device {self.device.name!r} has no completion queue left: {error}; connect fewer peers",
+                device=self.device.name,
+            ) from None
+        self.endpoints.add(endpoint)
+        try:
+            await endpoint.connect(bringup)
+        except BaseException:
+            endpoint.close()
+            await endpoint.wait_closed()
+            raise
+        return endpoint
+
+    async def close(self) -> None:
+        endpoints = list(self.endpoints)
+        for endpoint in endpoints:
+            endpoint.close()
+        for endpoint in endpoints:
+            await endpoint.wait_closed()
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.device.close)
+            stack.callback(self.chain.close)
+            for entry in self._open.values():
+                stack.callback(self._withdraw, entry)
+            for registration in self._registrations.values():
+                stack.callback(registration.close)
+        self._open.clear()
+        self._registrations.clear()
+        self._table.clear()

@@ -1,0 +1,287 @@
+"""One lane of an endpoint: its queue pair, the work that waits for it, and what is outstanding on it.
+
+Messages go into receive buffers that the peer keeps posted. A frame that needs a credit is posted only while the peer
+has one of its ``slots`` buffers for it; as many again are for the frames that need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvd.fabric.base import EndpointCounters
+from kvd.fabric.pacing import Pacer
+from kvd.fabric.regions import address_of
+from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.device import INLINE_BYTES, SEND_DEPTH, Device
+from kvd.fabric.verbs.operation import VerbsOperation
+from kvd.fabric.verbs.wire import HEADER, Header, Kind
+from kvd.types import Lane
+
+SLOTS = 64
+"""Frames with a credit that may be on their way."""
+SLOT_BYTES = 4096 + HEADER.size
+WINDOW_BYTES = 8 << 20
+"""Outstanding bytes: covers 400 Gbit/s times 160 us, and bounds what bulk work puts before urgent work in the NIC."""
+CHUNK_BYTES = 1 << 20
+"""Longest work request, so that a cancelled operation ends soon."""
+
+_WITHOUT_CREDIT = (Kind.STATE, Kind.BYE)
+
+
+class Pace:
+    """Holds both lanes of an endpoint to ``rate`` bytes per second."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, rate: float) -> None:
+        self._loop = loop
+        self._pacer = Pacer(rate)
+        self._piece = max(16 << 10, int(rate / 1000))
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+
+    def allowance(self, again: Callable[[], None]) -> int:
+        """Bytes that may go out now. If it is 0, ``again`` is called when some may."""
+        wait = self._pacer.wait(self._loop.time())
+        if not wait:
+            return self._piece
+        if again not in self._timers:
+            self._timers[again] = self._loop.call_later(max(wait, 0.001), self._call, again)
+        return 0
+
+    def sent(self, nbytes: int) -> None:
+        self._pacer.sent(nbytes, self._loop.time())
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _call(self, again: Callable[[], None]) -> None:
+        del self._timers[again]
+        again()
+
+
+class VerbsLane:
+    """See the module. ``fill_header`` completes a frame's header with the endpoint's totals."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        device: Device,
+        cq: Any,
+        chain: ib.Chain,
+        counters: EndpointCounters,
+        fill_header: Callable[[Kind, int, VerbsLane], Header],
+        pace: Pace | None,
+    ) -> None:
+        self.lane = lane
+        self._pace = pace
+        self.queue: deque[VerbsOperation] = deque()
+        self.controls: deque[tuple[Kind, bytes]] = deque()
+        """Frames that go before the queue."""
+        self.consumed = 0
+        """Frames with a credit of the peer that were taken out of their buffers."""
+        self.state_due = False
+        self.state_posted = False
+        self.bye_posted = False
+        self.bye: Kind | None = None
+        """Once set, nothing else is posted."""
+        self.bye_done = False
+        self.undelivered: deque[VerbsOperation] = deque()
+        self._counters = counters
+        self._fill_header = fill_header
+        self._chain = chain
+        self._chunk = min(CHUNK_BYTES, device.max_message)
+        self._sent_frames = 0
+        self._peer_consumed = 0
+        self._peer_slots = 0
+        self._peer_body = 0
+        self._bytes = 0
+        self._sequence = 0
+        self._posted: deque[tuple[int, VerbsOperation | Kind, int, int]] = deque()
+        """Sequence, what it was posted for, payload bytes, and the send buffer or -1."""
+        self.receive_slots = 2 * SLOTS
+        self.qp = device.queue_pair(cq, self.receive_slots)
+        self.memory = memoryview(bytearray((self.receive_slots + SLOTS) * SLOT_BYTES))
+        self._base = address_of(self.memory)
+        self._free = list(range(self.receive_slots, self.receive_slots + SLOTS))
+        self._mr = device.register(self._base, self.memory.nbytes)
+        self._receives: list[Any] = []
+        for slot in range(self.receive_slots):
+            entry = ib.SGE(self._base + slot * SLOT_BYTES, SLOT_BYTES, self._mr.lkey)
+            request = ib.RecvWR(wr_id=slot << 2 | lane << 1 | 1, num_sge=1, sg=[entry])
+            entry.close()  # copied by the request
+            self._receives.append(request)
+            self.qp.post_recv(request)
+
+    def connected(self, slots: int, slot_bytes: int) -> None:
+        """The peer keeps buffers for ``slots`` frames with a credit, of ``slot_bytes`` each."""
+        self._peer_slots, self._peer_body = slots, min(slot_bytes, SLOT_BYTES) - HEADER.size
+
+    def receive(self, slot: int, nbytes: int) -> memoryview:
+        """The frame in a receive buffer; copy it before :meth:`recycle`."""
+        return self.memory[slot * SLOT_BYTES : slot * SLOT_BYTES + nbytes]
+
+    def recycle(self, slot: int) -> None:
+        self.qp.post_recv(self._receives[slot])
+
+    def acknowledged(self, consumed: int) -> None:
+        """The peer has taken ``consumed`` frames in all."""
+        self._peer_consumed = max(self._peer_consumed, consumed)
+        while self.undelivered and self.undelivered[0].delivery <= self._peer_consumed:
+            operation = self.undelivered.popleft()
+            operation.delivery = 0
+            operation.finish()
+
+    def live(self) -> list[VerbsOperation]:
+        """All operations that have not ended, in no particular order, some perhaps twice."""
+        posted = [what for _, what, _, _ in self._posted if isinstance(what, VerbsOperation)]
+        return [operation for operation in (*posted, *self.queue, *self.undelivered) if not operation.settled]
+
+    def retire(self, sequence: int) -> None:
+        """The requests up to ``sequence`` are done."""
+        while self._posted and self._posted[0][0] <= sequence:
+            _, what, nbytes, slot = self._posted.popleft()
+            if slot >= 0:
+                self._free.append(slot)
+            if what is Kind.STATE:
+                self.state_posted = False
+            elif what is Kind.BYE:
+                self.bye_done = True
+            elif isinstance(what, VerbsOperation):
+                what.outstanding -= 1
+                if nbytes:
+                    self._account(what, nbytes)
+                what.finish()
+
+    def failed(self, sequence: int) -> VerbsOperation | None:
+        """Which operation the request belonged to that failed as ``sequence``; those before it are done."""
+        self.retire(sequence - 1)
+        what = self._posted[0][1] if self._posted else None
+        return what if isinstance(what, VerbsOperation) else None
+
+    def _account(self, operation: VerbsOperation, nbytes: int) -> None:
+        self._bytes -= nbytes
+        self._counters.bytes_in_flight[self.lane] -= nbytes
+        if operation.kind == "read":
+            self._counters.bytes_received += nbytes
+        else:
+            self._counters.bytes_sent += nbytes
+
+    # --- posting --------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Post what the queue pair, the window and the credits allow."""
+        while True:
+            room = min(len(self._chain), SEND_DEPTH - len(self._posted))
+            items = self._next_items(room) if room > 0 else []
+            if not items:
+                return
+            first = self._sequence - len(items) + 1
+            self._chain.post(self.qp, items, first << 2 | self.lane << 1, 4)
+
+    def _next_items(self, room: int) -> list[ib.Item]:
+        items: list[ib.Item] = []
+        if self.bye is not None:
+            if self._free:
+                items.append(self._frame(self.bye, b"", self.bye))
+                self.bye = None
+                self.controls.clear()
+            return items
+        if self.bye_posted:
+            return items
+        while len(items) < room and self._free:
+            if self.controls and self._credit:
+                kind, body = self.controls.popleft()
+                items.append(self._frame(kind, body, kind))
+            elif self.state_due and not self.state_posted:
+                self.state_posted = True
+                items.append(self._frame(Kind.STATE, b"", Kind.STATE))
+            else:
+                break
+        while self.queue and len(items) < room:
+            operation = self.queue[0]
+            if not operation.dropped and not operation.posted:
+                if operation.parts:
+                    budget = min(WINDOW_BYTES - self._bytes, self._allowance())
+                    if budget <= 0:
+                        break
+                    items += self._data(operation, room - len(items), budget)
+                    continue
+                if operation.message is not None:
+                    if not self._free or not self._credit:
+                        break
+                    items.append(self._piece(operation))
+                    continue
+                operation.posted = True
+            self.queue.popleft()
+            operation.finish()
+        return items
+
+    def _allowance(self) -> int:
+        """Bytes that the rate limit permits now; if none, the lane is pumped again when it does."""
+        if self._pace is None:
+            return WINDOW_BYTES
+        return self._pace.allowance(self.pump)
+
+    def _data(self, operation: VerbsOperation, room: int, budget: int) -> list[ib.Item]:
+        items, nbytes = operation.take(room, budget, self._chunk)
+        for item in items:
+            self._sequence += 1
+            self._posted.append((self._sequence, operation, item[3], -1))
+        operation.outstanding += len(items)
+        self._bytes += nbytes
+        self._counters.bytes_in_flight[self.lane] += nbytes
+        if self._pace is not None:
+            self._pace.sent(nbytes)
+        return items
+
+    def _piece(self, operation: VerbsOperation) -> ib.Item:
+        """The next piece of an operation's message."""
+        assert operation.message is not None
+        body = operation.message[operation.sent : operation.sent + self._peer_body]
+        operation.sent += len(body)
+        operation.begun = True
+        operation.outstanding += 1
+        last = operation.sent == len(operation.message)
+        item = self._frame(Kind.MESSAGE if last else Kind.PART, body, operation)
+        if last:
+            operation.message = None
+            self._counters.messages_sent += 1
+            if operation.kind == "message":
+                operation.delivery = self._sent_frames
+                self.undelivered.append(operation)
+        return item
+
+    def _frame(self, kind: Kind, body: bytes, what: VerbsOperation | Kind) -> ib.Item:
+        slot = self._free.pop()
+        if kind not in _WITHOUT_CREDIT:
+            self._sent_frames += 1
+        at, size = slot * SLOT_BYTES, HEADER.size + len(body)
+        self._fill_header(kind, len(body), self).pack_into(self.memory, at)
+        self.memory[at + HEADER.size : at + size] = body
+        self.state_due = False
+        self.bye_posted = self.bye_posted or kind is Kind.BYE
+        self._sequence += 1
+        self._posted.append((self._sequence, what, 0, slot))
+        return ib.SEND, ib.INLINE if size <= INLINE_BYTES else 0, self._base + at, size, self._mr.lkey, 0, 0
+
+    @property
+    def _credit(self) -> bool:
+        return self._sent_frames - self._peer_consumed < self._peer_slots
+
+    def destroy(self) -> list[VerbsOperation]:
+        """Destroy the queue pair, after which the device touches no memory; the operations that were not done."""
+        left = self.live()
+        self.qp.close()
+        for request in self._receives:
+            request.close()
+        self._receives.clear()
+        self._mr.close()
+        self.memory.release()  # at once: the rest of an endpoint waits for the collector, and this is most of it
+        self._posted.clear()
+        self.queue.clear()
+        self.undelivered.clear()
+        self._counters.bytes_in_flight[self.lane] = 0
+        return left

@@ -1,0 +1,142 @@
+"""What crosses to the peer's verbs fabric: the bring-up blob, the tokens of grants, and the frames of messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import hmac
+import struct
+
+import msgspec
+
+from kvd.errors import FabricError
+
+VERSION = 1
+KEY_BYTES = 32
+ID_BYTES = 16
+_MAC_BYTES = 16
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """How to reach an endpoint: one queue pair a lane, urgent first."""
+
+    version: int
+    gid: str
+    lid: int
+    infiniband: bool
+    mtu: int
+    qpns: tuple[int, int]
+    psns: tuple[int, int]
+    reads: int
+    """Reads that the device answers at a time."""
+    slots: int
+    """Receive buffers for messages, a lane."""
+    slot_bytes: int
+    key: bytes
+    """Under which the tokens of this fabric are authenticated."""
+
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def unpack_hello(blob: bytes) -> Hello:
+    """Raises :class:`FabricError` for what is not a bring-up blob of this version."""
+    try:
+        hello = msgspec.msgpack.decode(blob, type=Hello)
+    except msgspec.MsgspecError as error:
+        raise FabricError(
+            f"the peer's bring-up blob can't be read: {error}; run the same release of kvd at both ends"
+        ) from None
+    if hello.version != VERSION or hello.slots < 1 or hello.slot_bytes <= HEADER.size or len(hello.key) != KEY_BYTES:
+        raise FabricError(
+            f"the peer's verbs fabric speaks version {hello.version} with {hello.slots} buffers of "
+            f"{hello.slot_bytes} bytes, this one version {VERSION}; run the same release of kvd at both ends",
+            version=hello.version,
+        )
+    return hello
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Token:
+    """What a peer needs for one-sided access to a grant."""
+
+    id: bytes
+    address: int
+    length: int
+    rkey: int
+    writable: bool
+    readable: bool
+
+    def pack(self, key: bytes) -> bytes:
+        flags = self.writable | self.readable << 1
+        body = _TOKEN.pack(VERSION, flags, self.rkey, self.address, self.length, self.id)
+        return body + _mac(key, body)
+
+
+_TOKEN = struct.Struct(f"<BBIQQ{ID_BYTES}s")
+
+
+def unpack_token(token: bytes, key: bytes) -> Token | None:
+    """A token of the fabric with ``key``; None if it is none."""
+    if len(token) != _TOKEN.size + _MAC_BYTES:
+        return None
+    body = token[: _TOKEN.size]
+    if not hmac.compare_digest(token[_TOKEN.size :], _mac(key, body)):
+        return None
+    _, flags, rkey, address, length, name = _TOKEN.unpack(body)
+    return Token(name, address, length, rkey, bool(flags & 1), bool(flags & 2))
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_MAC_BYTES, key=key).digest()
+
+
+class Kind(enum.IntEnum):
+    """Frames: what a SEND carries."""
+
+    STATE = 0
+    """Nothing but the header; needs no credit."""
+    MESSAGE = 1
+    PART = 2
+    """Part of a message, not the last."""
+    REVOKE = 3
+    """The body is the id of a grant: stop using it, and say when that is done."""
+    REVOKED = 4
+    BYE = 5
+    """The sender closes; needs no credit."""
+
+
+HEADER = struct.Struct("<BxHIQQQQ")
+
+
+@dataclasses.dataclass(slots=True)
+class Header:
+    """Begins every frame. All but ``kind`` and ``length`` are totals, so that any later frame makes up for a lost one.
+
+    ``consumed``: frames that needed a credit and were taken out of their buffers on this lane. ``placed`` and
+    ``fetched``: bytes written to the receiver's memory and read from it. ``refused``: operations on the receiver's
+    grants that were not permitted.
+    """
+
+    kind: Kind
+    length: int
+    consumed: int
+    placed: int
+    fetched: int
+    refused: int
+
+    def pack_into(self, buffer: memoryview, offset: int) -> None:
+        HEADER.pack_into(
+            buffer, offset, self.kind, 0, self.length, self.consumed, self.placed, self.fetched, self.refused
+        )
+
+
+def unpack_frame(frame: memoryview) -> tuple[Header, bytes]:
+    """A frame's header and body; raises ValueError for what is none."""
+    if len(frame) < HEADER.size:
+        raise ValueError(f"a frame of {len(frame)} bytes is shorter than its header")
+    kind, _, length, *totals = HEADER.unpack_from(frame)
+    if length != len(frame) - HEADER.size:
+        raise ValueError(f"a frame of {len(frame)} bytes says that its body has {length}")
+    return Header(Kind(kind), length, *totals), bytes(frame[HEADER.size :])

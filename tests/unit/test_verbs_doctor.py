@@ -1,0 +1,61 @@
+"""`kvd doctor` on hosts made of folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.fabric.verbs import doctor
+from kvd.fabric.verbs.doctor import Finding
+
+
+@pytest.fixture(autouse=True)
+def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_trial", lambda *args: Finding("verbs work"))
+
+
+def host(folder: Path, *, devices: tuple[str, ...] = (), files: tuple[str, ...] = (), gpu: bool = False) -> Any:
+    for name in devices:
+        (folder / "sys/class/infiniband" / name).mkdir(parents=True)
+    (folder / "dev/infiniband").mkdir(parents=True)
+    for name in files:
+        (folder / "dev/infiniband" / name).touch()
+    if gpu:
+        (folder / "dev/nvidiactl").touch()
+    return {"sys": folder / "sys", "dev": folder / "dev"}
+
+
+def problems(**options: Any) -> list[str]:
+    found = doctor.examine(**{"pool": 1 << 30, "memlock": None, **options})
+    return [f"{finding.what}; {finding.fix}" for finding in found if not finding.ok]
+
+
+def test_a_good_host(tmp_path: Path) -> None:
+    assert problems(**host(tmp_path, devices=("mlx5_0",), files=("uverbs0",))) == []
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    found = problems(**host(tmp_path, devices=("mlx5_0",), gpu=True), device="mlx5_1", memlock=65536)
+    assert len(found) == 4
+    assert "set fabric.device to one of mlx5_0" in found[0]
+    assert "DeviceAllow=char-infiniband_verbs" in found[1]
+    assert "65536 bytes, but the pool has 1073741824; raise it: LimitMEMLOCK=infinity" in found[2]
+    assert "modprobe nvidia-peermem" in found[3]
+
+
+def test_no_device(tmp_path: Path) -> None:
+    (found,) = problems(**host(tmp_path))
+    assert "no RDMA device in the kernel" in found
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (found,) = problems(**host(tmp_path, devices=("mlx5_0",), files=("uverbs0",)))
+    assert "no permission on" in found
+    assert "group (usually rdma)" in found
+
+
+def test_an_error_of_the_fabric_is_split_into_what_and_fix() -> None:
+    assert doctor._split(doctor.FabricError("a; b; do this")) == Finding("a; b", "do this")

@@ -1,0 +1,146 @@
+"""What crosses between verbs fabrics, the choice of an address, and registration errors; needs no device."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.errors import FabricError
+from kvd.fabric.verbs import advice
+from kvd.fabric.verbs.wire import (
+    HEADER,
+    ID_BYTES,
+    KEY_BYTES,
+    VERSION,
+    Header,
+    Hello,
+    Kind,
+    Token,
+    unpack_frame,
+    unpack_hello,
+    unpack_token,
+)
+
+KEY = bytes(range(KEY_BYTES))
+U64 = st.integers(0, 2**64 - 1)
+
+tokens = st.builds(
+    Token,
+    id=st.binary(min_size=ID_BYTES, max_size=ID_BYTES),
+    address=U64,
+    length=U64,
+    rkey=st.integers(0, 2**32 - 1),
+    writable=st.booleans(),
+    readable=st.booleans(),
+)
+
+HELLO = Hello(
+    version=VERSION,
+    gid="0000:0000:0000:0000:0000:ffff:0a4d:0001",
+    lid=0,
+    infiniband=False,
+    mtu=3,
+    qpns=(17, 18),
+    psns=(1, 2),
+    reads=16,
+    slots=64,
+    slot_bytes=4136,
+    key=KEY,
+)
+
+
+@given(tokens)
+def test_tokens(token: Token) -> None:
+    packed = token.pack(KEY)
+    assert len(packed) <= 64
+    assert unpack_token(packed, KEY) == token
+
+
+@given(tokens, st.data())
+def test_a_changed_token_is_none(token: Token, data: st.DataObject) -> None:
+    packed = bytearray(token.pack(KEY))
+    packed[data.draw(st.integers(0, len(packed) - 1))] ^= data.draw(st.integers(1, 255))
+    assert unpack_token(bytes(packed), KEY) is None
+
+
+@given(tokens)
+def test_a_token_of_another_fabric_is_none(token: Token) -> None:
+    assert unpack_token(token.pack(KEY[::-1]), KEY) is None
+
+
+@given(st.binary(max_size=80))
+def test_garbage_is_no_token(garbage: bytes) -> None:
+    assert unpack_token(garbage, KEY) is None
+
+
+def test_hello() -> None:
+    assert unpack_hello(HELLO.pack()) == HELLO
+    assert len(HELLO.pack()) < 4096
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_hello(garbage: bytes) -> None:
+    with pytest.raises(FabricError, match="same release"):
+        unpack_hello(garbage)
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"slots": 0}, {"slot_bytes": HEADER.size}, {"key": b"short"}])
+def test_a_hello_that_does_not_fit(change: dict[str, object]) -> None:
+    fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}
+    with pytest.raises(FabricError, match="same release"):
+        unpack_hello(Hello(**{**fields, **change}).pack())
+
+
+@given(st.sampled_from(Kind), st.binary(max_size=300), st.lists(U64, min_size=4, max_size=4))
+def test_frames(kind: Kind, body: bytes, totals: list[int]) -> None:
+    header = Header(kind, len(body), *totals)
+    frame = bytearray(HEADER.size + len(body))
+    header.pack_into(memoryview(frame), 0)
+    frame[HEADER.size :] = body
+    assert unpack_frame(memoryview(frame)) == (header, body)
+    with pytest.raises(ValueError, match="frame"):
+        unpack_frame(memoryview(frame + b"x"))
+    with pytest.raises(ValueError, match="frame"):
+        unpack_frame(memoryview(frame)[: HEADER.size - 1])
+
+
+IPV4 = "0000:0000:0000:0000:0000:ffff:0a4d:0001"
+GLOBAL = "2001:0db8:0000:0000:0000:0000:0000:0001"
+LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe12:3456"
+
+
+def choose(table: list[tuple[int, str, bool]], wanted: int = -1, infiniband: bool = False) -> tuple[int, str]:
+    return advice.choose_gid(table, wanted, infiniband=infiniband, device="mlx5_0")
+
+
+def test_an_ipv4_address_of_roce_v2_is_preferred() -> None:
+    table = [(0, LINK_LOCAL, False), (1, LINK_LOCAL, True), (2, GLOBAL, True), (3, IPV4, False), (4, IPV4, True)]
+    assert choose(table) == (4, IPV4)
+    assert choose(table[:4]) == (2, GLOBAL)
+    assert choose(table, 3) == (3, IPV4)
+
+
+def test_a_link_local_address_is_never_chosen() -> None:
+    with pytest.raises(FabricError, match=r"no RoCE v2 GID that is not link-local.*1: fe80.*IP address"):
+        choose([(1, LINK_LOCAL, True)])
+    with pytest.raises(FabricError, match=r"no GID 7.*it has none"):
+        choose([], 7)
+
+
+def test_infiniband_takes_the_first() -> None:
+    assert choose([(0, LINK_LOCAL, False)], infiniband=True) == (0, LINK_LOCAL)
+
+
+def test_registration_errors_name_limit_need_and_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "memlock_limit", lambda: 65536)
+    error = advice.registration_error("mlx5_0", 1 << 30, errno.ENOMEM, "Failed to register")
+    assert (error.fields["need"], error.fields["limit"]) == (1 << 30, 65536)
+    assert "65536" in error.message
+    assert "LimitMEMLOCK" in error.message
+    monkeypatch.setattr(advice, "memlock_limit", lambda: None)
+    assert "memory.pool" in advice.registration_error("mlx5_0", 1, errno.ENOMEM, "x").message
+    assert "nvidia-peermem" in advice.registration_error("mlx5_0", 1, errno.EFAULT, "x").message
+    assert "kernel log" in advice.registration_error("mlx5_0", 1, errno.EIO, "x").message
