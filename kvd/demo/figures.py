@@ -298,8 +298,8 @@ _TIME_HEADS = [
     *("run", "TTFT", "TTST", "bound", "TTST/bound", "(by TTFT)", "full/TTST", "TBT end", "TBT/full"),
     *("all local", "rest/link time", "same tokens"),
 ]
-"""In brackets: by the bound with TTFT in the place of T_p. TBT at the end, and that over mode full's; when everything was local, and what that took after the second token over
-the link time that the rest needs."""
+"""In brackets: by the bound with TTFT in the place of T_p. TBT at the end, and that over mode full's; when everything
+was local, and what that took after the second token over the link time that the rest needs."""
 
 
 def median_run(runs: Sequence[Run]) -> Run:
