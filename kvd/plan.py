@@ -16,6 +16,9 @@ from kvd.errors import InvalidArgument, UnsupportedLayout
 from kvd.types import Descriptors
 from kvd_client.spec import PartLayout, TokenRange
 
+FEW = 64
+"""Ranges of a list so short that arithmetic on Python's integers beats NumPy's calls."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
@@ -48,12 +51,17 @@ def check_compatible(source: PartLayout, sink: PartLayout) -> None:
 
     Capacities may differ; layers, heads, rows and entry size must be equal.
     """
-    differ = {
-        name: [getattr(source, name), getattr(sink, name)]
-        for name in ("layers", "heads", "rows", "entry_bytes")
-        if getattr(source, name) != getattr(sink, name)
-    }
-    if differ:
+    if (source.layers, source.heads, source.rows, source.entry_bytes) != (
+        sink.layers,
+        sink.heads,
+        sink.rows,
+        sink.entry_bytes,
+    ):
+        differ = {
+            name: [getattr(source, name), getattr(sink, name)]
+            for name in ("layers", "heads", "rows", "entry_bytes")
+            if getattr(source, name) != getattr(sink, name)
+        }
         listed = ", ".join(f"{name} {mine} and {theirs}" for name, (mine, theirs) in differ.items())
         raise UnsupportedLayout(
             f"source and sink differ in {listed}; open both sides with the same model, batch and head range", **differ
@@ -82,10 +90,14 @@ def plan_tokens(
         raise InvalidArgument(
             f"layer {layer} does not exist; the part has layers 0 to {source.layers - 1}", layer=layer
         )
-    rows, starts, stops = _columns(ranges, source.rows, min(source.capacity, sink.capacity))
+    capacity = min(source.capacity, sink.capacity)
     # A token's place in each memory, counted in tokens from the layer's start; bytes and mask bytes follow from it.
-    pieces = np.stack((rows * source.capacity + starts, rows * sink.capacity + starts, stops - starts), axis=1)
-    pieces = _joined(pieces)
+    if len(ranges) <= FEW and not isinstance(ranges, np.ndarray):
+        pieces = np.array(_few(ranges, source, sink, capacity), np.int64).reshape(-1, 3)
+    else:
+        rows, starts, stops = _columns(ranges, source.rows, capacity)
+        pieces = np.stack((rows * source.capacity + starts, rows * sink.capacity + starts, stops - starts), axis=1)
+        pieces = _joined(pieces)
     size = source.token_bytes
     data_at = (source_offset + source.layer_offset(layer), sink_offset + sink.layer_offset(layer), 0)
     masks_at = (source_offset + source.mask_offset(layer), sink_offset + sink.mask_offset(layer), 0)
@@ -145,6 +157,33 @@ def merge(descriptors: Descriptors) -> Descriptors:
     merged = pieces[first]
     merged[:, 2] = np.add.reduceat(pieces[:, 2], first)
     return merged
+
+
+def _few(
+    ranges: Sequence[TokenRange], source: PartLayout, sink: PartLayout, capacity: int
+) -> list[tuple[int, int, int]]:
+    """What :func:`_columns` and :func:`_joined` make of a short list, for a tenth of what their NumPy calls cost."""
+    found: list[tuple[int, int, int]] = []
+    reach = -1
+    for piece in sorted(ranges, key=_place):
+        row, start, stop = piece.row, piece.start, piece.stop
+        if not (0 <= row < source.rows and 0 <= start <= stop <= capacity):
+            _columns(ranges, source.rows, capacity)  # which raises
+        at = row * source.capacity
+        start = max(start, reach - at)
+        if start >= stop:
+            continue
+        reach = at + stop
+        there = row * sink.capacity + start
+        if found and found[-1][0] + found[-1][2] == at + start and found[-1][1] + found[-1][2] == there:
+            found[-1] = (*found[-1][:2], found[-1][2] + stop - start)
+        else:
+            found.append((at + start, there, stop - start))
+    return found
+
+
+def _place(piece: TokenRange) -> tuple[int, int]:
+    return piece.row, piece.start
 
 
 def _joined(pieces: Descriptors) -> Descriptors:

@@ -13,6 +13,9 @@ from kvd.types import Descriptors
 
 _COLUMNS = ("local offset", "remote offset", "length")
 
+FEW = 32
+"""Rows of a list so short that arithmetic on Python's integers beats NumPy's calls. Most lists are."""
+
 
 class Runs:
     """A checked descriptor list: rows of local offset, remote offset, length; none of length 0.
@@ -28,10 +31,16 @@ class Runs:
 
     def __init__(self, rows: Descriptors) -> None:
         self.rows = rows
-        if len(rows) == 1:  # the most common list by far, and NumPy's calls cost more than the arithmetic
-            _, self.low, self.nbytes = rows[0].tolist()
-            self.high = self.low + self.nbytes if self.low >= 0 else 0
-            self.ends = rows[:, 2]
+        if 0 < len(rows) <= FEW:
+            ends, lows, total, high = [], [], 0, 0
+            for _, low, length in rows.tolist():
+                total += length
+                ends.append(total)
+                lows.append(low)
+                if low + length > high:
+                    high = low + length
+            self.ends, self.nbytes, self.low = np.array(ends, np.int64), total, min(lows)
+            self.high = high if self.low >= 0 else 0
             return
         self.ends = np.cumsum(rows[:, 2])
         self.nbytes = int(self.ends[-1]) if len(rows) else 0
@@ -80,10 +89,8 @@ def checked_runs(region: Region, descriptors: Any) -> Runs:
             shape=list(array.shape),
         )
     rows = array.astype(np.int64)  # a copy: the caller may reuse the array at once
-    if len(rows) == 1:
-        at, _, size = rows[0].tolist()
-        if size > 0 and 0 <= at <= region.nbytes - size:
-            return Runs(rows)
+    if len(rows) <= FEW and all(size > 0 and 0 <= at <= region.nbytes - size for at, _, size in rows.tolist()):
+        return Runs(rows)
     local, length = rows[:, 0], rows[:, 2]
     # The offset is compared with what is left of the region, since offset + length might not fit into 64 bits.
     if int(rows[:, ::2].min()) < 0 or int(length.max()) > region.nbytes or bool((local > region.nbytes - length).any()):

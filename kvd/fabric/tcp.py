@@ -25,7 +25,7 @@ from kvd.types import Descriptors, Lane
 
 MIN_PIECE_BYTES = 16 << 10
 """Least that a rate-limited link sends at once; smaller pieces cost more than the smoothness is worth."""
-PIECE_S = 0.001
+PIECE_S = 0.002
 """How long the link takes for a piece that a rate-limited link sends at once."""
 MAX_OFFSET = 2**63 - 1
 TIMER_S = 0.001

@@ -17,8 +17,9 @@ MIN_CLASSES, MAX_CLASSES = 8, 64
 """Degrees of importance that the order tells apart. Blocks of one class are sent by address, in long runs; more
 classes would cut the runs without changing which entries are missing by more than a fraction of a percent."""
 
-RUN_BYTES = 32 << 10
-"""What one class of one layer should have at least: a write costs the same CPU time whatever its size."""
+RUN_BYTES = 128 << 10
+"""What one class should have for each layer: a write ends at a layer's end, and costs the same CPU time whatever its
+size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvd.types import TransferId
 
 MIN_WINDOW = 128 << 10
 """Less under way would cost more in small writes than it saves in delay."""
-FIRST_WINDOW = 1 << 20
+FIRST_WINDOW = 256 << 10
 """Until the link's rate has been measured."""
 MIN_CHUNK = 32 << 10
 PAUSE_S = 0.05
@@ -83,7 +83,7 @@ class Link:
     @property
     def piece(self) -> int:
         """Bytes of the next turn: several turns fit below the limit, so that the link never waits for one."""
-        return max(min(self.chunk, MIN_CHUNK), min(self.chunk, self.limit // 4)) if self.delay_s else self.chunk
+        return max(min(self.chunk, MIN_CHUNK), min(self.chunk, self.limit // 3)) if self.delay_s else self.chunk
 
     @property
     def open(self) -> bool:

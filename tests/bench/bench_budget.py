@@ -40,30 +40,30 @@ WAIT_S = 60.0
 LINKS = {"steady": 1.0, "falls to 1/2": 0.5, "rises to 2x": 2.0}
 
 
-def importance(seed: int) -> npt.NDArray[np.float32]:
+def importance(layers: int = LAYERS, blocks: int = BLOCKS) -> npt.NDArray[np.float32]:
     """Few blocks matter much: the first and the last ones and some others, differently in each layer."""
-    rng = np.random.default_rng(seed)
-    values = rng.lognormal(0.0, 1.5, (LAYERS, BLOCKS))
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(0.0, 1.5, (layers, blocks))
     values[:, :2] += values.max()
-    values[:, -BLOCKS // 10 :] *= 4
+    values[:, -blocks // 10 :] *= 4
     return (values / values.max()).astype(np.float32)
 
 
-def profile(folder: Path) -> None:
+def write_profile(folder: Path, spec: KVSpec, blocks: int, prefill_s: float, transfer_s: float) -> None:
     """What the daemons know: the importance, T_p and T_t on the steady link."""
-    matrix = importance(0).copy()
+    matrix = importance(spec.layers, blocks)
     matrix[:2] = 0
     group = ProfileGroup(1, 1 << 20, ImportanceMatrix(matrix), 1, 1)
     files.write(
         Profile(
-            model=SPEC.model,
-            layers=LAYERS,
-            kv_heads=HEADS,
-            entry_bytes=ENTRY,
+            model=spec.model,
+            layers=spec.layers,
+            kv_heads=spec.kv_heads,
+            entry_bytes=spec.entry_bytes,
             selector="synthetic",
             groups=(group,),
-            prefill=Times((TOKENS,), (PREFILL_S,)),
-            transfer=Times((TOKENS,), (TRANSFER_S,)),
+            prefill=Times((TOKENS,), (prefill_s,)),
+            transfer=Times((TOKENS,), (transfer_s,)),
             created=datetime.now(UTC),
         ),
         folder / "bench.kvdprofile",
@@ -72,7 +72,7 @@ def profile(folder: Path) -> None:
 
 def index_of(layer: int, rng: np.random.Generator) -> npt.NDArray[np.int32]:
     """A KV index (heads, SELECTED), drawn in proportion to importance (Gumbel top-k)."""
-    weights = np.repeat(importance(0)[layer], TOKENS // BLOCKS).astype(np.float64)
+    weights = np.repeat(importance()[layer], TOKENS // BLOCKS).astype(np.float64)
     keys = np.log(weights + 1e-9) + rng.gumbel(size=(HEADS, TOKENS))
     return np.sort(np.argsort(-keys, axis=1)[:, :SELECTED], axis=1).astype(np.int32)
 
@@ -128,7 +128,7 @@ def run(folder: Path, hosts: tuple[Host, Host], policy: str, rounds: int) -> Non
     """All links with one policy."""
     profiles = folder / "profiles"
     profiles.mkdir(parents=True)
-    profile(profiles)
+    write_profile(profiles, SPEC, BLOCKS, PREFILL_S, TRANSFER_S)
     key = folder / "key"
     key.touch(mode=0o600)
     key.write_text(secrets.token_hex(32))

@@ -53,6 +53,16 @@ def test_pieces_cover_the_list_in_order(runs, size, most):
     assert got == wanted
 
 
+@given(runs=run_lists())
+def test_short_lists_are_checked_as_long_ones_are(runs):
+    short = checked_runs(REGION, table_of(runs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvd.fabric.runs.FEW", 0)
+        long = checked_runs(REGION, table_of(runs))
+    assert (short.rows.tolist(), short.ends.tolist()) == (long.rows.tolist(), long.ends.tolist())
+    assert (short.nbytes, short.low, short.high) == (long.nbytes, long.low, long.high)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -186,7 +186,7 @@ def test_without_a_bound_on_delay_the_window_is_the_limit() -> None:
 
 def test_limits_before_anything_is_known() -> None:
     link = Link(window=8 << 20, delay_s=0.01)
-    assert (link.limit, link.piece) == (FIRST_WINDOW, FIRST_WINDOW // 4)
+    assert (link.limit, link.piece) == (FIRST_WINDOW, FIRST_WINDOW // 3)
     small = Link(window=1000, chunk=1000, delay_s=0.01)
     assert (small.limit, small.piece) == (1000, 1000)
 
@@ -259,8 +259,10 @@ def test_little_to_send_does_not_change_the_limit() -> None:
 
 def test_a_fetch_in_service_leaves_bulk_a_quarter() -> None:
     link = Link(window=8 << 20, delay_s=0.01)
+    assert link.room is not None
+    link.room.nbytes = 1 << 20
     link.urgent = 1
-    assert link.limit == FIRST_WINDOW // 4
+    assert link.limit == (1 << 20) // 4
 
 
 @given(st.data())
