@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvd.demo.errors import DemoFailed
-from kvd.demo.processes import Children, child_environment
+from kvd.demo.processes import Children, child_environment, cores_for
 
 ECHO = """
 from kvd.demo.lines import run_child
@@ -229,3 +229,14 @@ async def test_an_end_that_came_by_itself_is_told(tmp_path: Path) -> None:
         await made._children["daemon"].exited.wait()
         with pytest.raises(DemoFailed, match="the daemon process ended with code 4; it said: why"):
             await made.end("daemon")
+
+
+@pytest.mark.parametrize(
+    ("available", "daemons", "inference"),
+    [({5}, set(), set()), ({0, 1}, {0}, {1}), ({7, 3, 4}, {3}, {4, 7}), ({0, 1, 2, 3}, set(), set())],
+)
+def test_daemons_and_inference_do_not_share_few_cores(
+    available: set[int], daemons: set[int], inference: set[int]
+) -> None:
+    assert cores_for(available, daemon=True) == daemons
+    assert cores_for(available, daemon=False) == inference
