@@ -120,9 +120,22 @@ def config_show(config: ConfigFile = None, as_json: AsJson = False) -> None:
 )
 def demo(context: typer.Context) -> None:
     """Move a real model's KV cache between two daemons on this machine, and show the figures."""
-    # its options are its own module's business, which is loaded only when the demo is wanted
-    command = typer.main.get_command(importlib.import_module("kvd.cli.demo").app)
-    outcome = command.main(context.args, prog_name="kvd demo", standalone_mode=False)
+    _run("demo", context.args)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def simulate(context: typer.Context) -> None:
+    """Plan a cluster: the daemon's own decisions on a virtual clock, for a model, a link and a load."""
+    _run("simulate", context.args)
+
+
+def _run(name: str, args: list[str]) -> None:
+    """A subcommand whose options are its own module's business, which is loaded only when it is wanted."""
+    command = typer.main.get_command(importlib.import_module(f"kvd.cli.{name}").app)
+    outcome = command.main(args, prog_name=f"kvd {name}", standalone_mode=False)
     raise typer.Exit(outcome if isinstance(outcome, int) else 0)
 
 

@@ -36,6 +36,8 @@ class Selective:
     """Of all blocks, in the windows of one decode iteration (section 4.3)."""
     blocks: int = 1000
     """M, where no profile says otherwise."""
+    classes: int = MAX_CLASSES
+    """Most degrees of importance that the order tells apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def choose_policy(
         matrix = known.matrix.resampled(blocks)
     share = settings.share if mode == "speculative" else 0.0
     adaptive = mode == "speculative" and settings.speculative == "adaptive"
-    count = max(MIN_CLASSES, min(MAX_CLASSES, sum(lengths) * token_bytes // RUN_BYTES))
+    count = max(MIN_CLASSES, min(settings.classes, sum(lengths) * token_bytes // RUN_BYTES))
     # The paper's baselines are defined by K_r; the budget policy is ours to choose for the rest.
     fixed = settings.budget == "fixed" or mode == "partial"
     if fixed and known.prefill_s > 0 and known.transfer_s > 0:

@@ -49,9 +49,11 @@ def importance(layers: int = LAYERS, blocks: int = BLOCKS) -> npt.NDArray[np.flo
     return (values / values.max()).astype(np.float32)
 
 
-def write_profile(folder: Path, spec: KVSpec, blocks: int, prefill_s: float, transfer_s: float) -> None:
-    """What the daemons know: the importance, T_p and T_t on the steady link."""
-    matrix = importance(spec.layers, blocks)
+def write_profile(
+    folder: Path, spec: KVSpec, known: ImportanceMatrix, tokens: int, prefill_s: float, transfer_s: float
+) -> None:
+    """What the daemons know: the importance, T_p and T_t of so many tokens on the steady link."""
+    matrix = known.values.copy()
     matrix[:2] = 0
     group = ProfileGroup(1, 1 << 20, ImportanceMatrix(matrix), 1, 1)
     files.write(
@@ -62,8 +64,8 @@ def write_profile(folder: Path, spec: KVSpec, blocks: int, prefill_s: float, tra
             entry_bytes=spec.entry_bytes,
             selector="synthetic",
             groups=(group,),
-            prefill=Times((TOKENS,), (prefill_s,)),
-            transfer=Times((TOKENS,), (transfer_s,)),
+            prefill=Times((tokens,), (prefill_s,)),
+            transfer=Times((tokens,), (transfer_s,)),
             created=datetime.now(UTC),
         ),
         folder / "bench.kvdprofile",
@@ -128,7 +130,7 @@ def run(folder: Path, hosts: tuple[Host, Host], policy: str, rounds: int) -> Non
     """All links with one policy."""
     profiles = folder / "profiles"
     profiles.mkdir(parents=True)
-    write_profile(profiles, SPEC, BLOCKS, PREFILL_S, TRANSFER_S)
+    write_profile(profiles, SPEC, ImportanceMatrix(importance()), TOKENS, PREFILL_S, TRANSFER_S)
     key = folder / "key"
     key.touch(mode=0o600)
     key.write_text(secrets.token_hex(32))

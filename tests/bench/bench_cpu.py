@@ -16,9 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from kvd.importance.matrix import ImportanceMatrix
 from kvd.units import parse_rate
 from kvd_client import KVSpec
-from tests.bench.bench_budget import write_profile
+from tests.bench.bench_budget import importance, write_profile
 from tests.integration.daemons import DaemonProcess, two_daemons
 
 LAYERS, HEADS, ENTRY, TOKENS, BLOCKS = 30, 3, 512, 2000, 1000
@@ -66,7 +67,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         profiles = Path(name, "profiles")
         profiles.mkdir()
-        write_profile(profiles, SPEC, BLOCKS, transfer_s / 6, transfer_s)
+        known = ImportanceMatrix(importance(LAYERS, BLOCKS))
+        write_profile(profiles, SPEC, known, TOKENS, transfer_s / 6, transfer_s)
         selective = {"profiles": str(profiles), "blocks": BLOCKS}
         config = {"fabric": {"rate": options.rate}, "selective": selective, "log": {"level": "warning"}}
         with two_daemons(Path(name), **config) as daemons:
