@@ -10,13 +10,14 @@ build no mask at all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -25,6 +26,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvd_client.errors import InvalidArgument
 
@@ -32,6 +35,13 @@ ATTENTION = "kvd"
 """The name under which the decode attention is registered."""
 STEP = "kvd_step"
 """The keyword by which a decode step reaches its attention function through the model."""
+
+WATCH = "kvd_watch"
+"""The keyword by which :func:`call_watched` reaches the model's attention, and the beginning of the names under which
+watched attention is registered."""
+
+Watch = Callable[[int, torch.Tensor], None]
+"""Gets a layer and its attention's post-RoPE query (rows, query heads, tokens, head dim), before attention runs."""
 
 _FORMS = {"full_attention", "sliding_attention"}
 
@@ -159,9 +169,38 @@ def call(model: Any, input_ids: torch.Tensor, cache: Cache, **kwargs: Any) -> to
 
 def call_step(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, step: Step) -> torch.Tensor:
     """Run one decode step: ``input_ids`` and ``positions`` are (rows, 1), the logits (rows, vocabulary)."""
-    with _attention_of(model):
+    with _attention_of(model, ATTENTION):
         logits = call(model, input_ids, cache, position_ids=positions, **{STEP: step})
     return logits[:, -1]
+
+
+def call_watched(model: Any, input_ids: torch.Tensor, cache: Cache, watch: Watch, **kwargs: Any) -> torch.Tensor:
+    """As :func:`call`, and tell ``watch`` of each layer's query; the results are the same bits."""
+    config = text_config(model)
+    with _attention_of(model, _watched(config._attn_implementation)):
+        return call(model, input_ids, cache, **{WATCH: watch}, **kwargs)
+
+
+def _watched(implementation: str) -> str:
+    """The name of an attention that tells of its query and then does what ``implementation`` does."""
+    name = f"{WATCH}_{implementation}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, functools.partial(_tell, implementation))
+        if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    return name
+
+
+def _tell(
+    implementation: str, module: Any, query: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    watch: Watch = kwargs.pop(WATCH)
+    watch(module.layer_idx, query)
+    usual = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if usual is None:  # eager: each model has its own
+        usual = sys.modules[type(module).__module__].eager_attention_forward
+    both: tuple[torch.Tensor, torch.Tensor | None] = usual(module, query, *args, **kwargs)
+    return both
 
 
 def is_eager(model: Any) -> bool:
@@ -170,10 +209,10 @@ def is_eager(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _attention_of(model: Any) -> Iterator[None]:
+def _attention_of(model: Any, name: str) -> Iterator[None]:
     config = text_config(model)
     before = config._attn_implementation
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = name
     try:
         yield
     finally:
