@@ -375,6 +375,7 @@ class Lanes:
             counters.selected[layer] += int((index != NOTHING).sum())
             counters.fetched[layer] += int(selection.counts.sum())
             counters.wait_s[layer] += waited
+            counters.fetch_s[layer] += selection.fetch.took_s if selection.fetch is not None else 0.0
             if self._blocks is None:
                 return
             lengths = np.asarray(self.lengths, np.int64)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import InvalidArgument
-from kvd_client.selectors.base import Arrays, Scores, ScoringSelector, Shape, group, rows_of
+from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, group
 from kvd_client.spec import MetadataSpec
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Hata(ScoringSelector):
     name: ClassVar[str] = "hata"
     bits: int = 256
     seed: int = 0
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.bits < 64 or self.bits % 64:
@@ -47,10 +48,10 @@ class Hata(ScoringSelector):
             MetadataSpec(name=NORMS, layer_bytes=tokens * 2),
         )
 
-    def summarize(self, shape: Shape, k: torch.Tensor, start: int, arrays: Arrays) -> None:
+    def summarize(self, shape: Shape, chunk: Chunk, arrays: Arrays) -> None:
         codes, norms = self._codes(shape, arrays), self._norms(shape, arrays)
-        for row, keys in rows_of(shape, k, start):
-            stop = start + keys.shape[1]
+        for row, keys in chunk.new_keys(shape):
+            start, stop = chunk.start, chunk.start + keys.shape[1]
             keys = keys.float()
             codes[row, :, start:stop] = self._hash(keys)
             norms[row, :, start:stop] = keys.norm(dim=-1).clamp(max=_LIMIT).half().numpy()

@@ -16,10 +16,11 @@ torch = pytest.importorskip("torch")
 
 from kvd_client import selectors  # noqa: E402
 from kvd_client.errors import InvalidArgument  # noqa: E402
-from kvd_client.selectors import GROUP, Selector, Shape, create, names, top_k  # noqa: E402
+from kvd_client.selectors import GROUP, Chunk, Selector, Shape, create, names, parse, top_k  # noqa: E402
 from kvd_client.selectors.hata import Hata, popcount, projection  # noqa: E402
 
 LENGTHS = (41, 16, 3)
+LAYER = 2
 GROUPS = {"mha": (3, 1), "gqa": (2, 3)}
 SCORING: list[tuple[str, dict[str, Any]]] = [
     ("quest", {}),
@@ -49,10 +50,14 @@ class Scene:
         self.arrays = {
             array.name: np.full(array.layer_bytes, 0xFF, np.uint8) for array in selector.metadata(self.shape)
         }
+        self.queries = torch.randn((len(LENGTHS), heads * g, max(LENGTHS), dim), generator=generator).to(dtype)
+        self.scratch: dict[str, Any] = {}
         for start in range(0, max(LENGTHS), chunk):
-            selector.summarize(self.shape, self.keys[:, :, start : start + chunk], start, self.arrays)
+            stop = min(start + chunk, max(LENGTHS))
+            part = Chunk(LAYER, start, self.keys[:, :, :stop], self.queries[:, :, start:stop], self.scratch)
+            selector.summarize(self.shape, part, self.arrays)
 
-    def select(self, k: list[int], layer: int = 2, step: int = 1) -> Any:
+    def select(self, k: list[int], layer: int = LAYER, step: int = 1) -> Any:
         return self.selector.select(self.shape, self.query, self.arrays, k, layer=layer, step=step)
 
     def formula(self) -> Any:
@@ -144,7 +149,7 @@ def test_keys_beyond_the_range_of_half_precision_give_finite_scores() -> None:
         shape = Shape((4,), 1, 64, "bfloat16")
         keys = torch.full((1, 1, 4, 64), 1e30, dtype=torch.bfloat16)
         arrays = {array.name: np.zeros(array.layer_bytes, np.uint8) for array in selector.metadata(shape)}
-        selector.summarize(shape, keys, 0, arrays)
+        selector.summarize(shape, Chunk(LAYER, 0, keys, None, {}), arrays)
         assert np.isfinite(selector.scores(shape, torch.ones((1, 1, 1, 64)), arrays)).all()
 
 
@@ -227,7 +232,8 @@ def test_popcount_without_numpys_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_registry_knows_its_own_and_what_packages_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert names() == ["exact", "hata", "quest", "random", "streaming"]
+    own = names()
+    assert own == ["exact", "hata", "infinigen", "quest", "random", "streaming"]
     assert create("hata", bits=128).parameters == {"bits": 128, "seed": 0}
     assert create("quest").parameters == {"page": 16, "reduce": "sum"}
     assert [name for name in names() if not create(name).deployable] == ["exact"]
@@ -236,16 +242,44 @@ def test_the_registry_knows_its_own_and_what_packages_bring(monkeypatch: pytest.
     entries = [
         EntryPoint("ours", "kvd_client.selectors.hata:Hata", GROUP),
         EntryPoint("bad", "kvd_client.selectors.hata:popcount", GROUP),
+        EntryPoint("gone", "kvd_client.selectors.nowhere:Selector", GROUP),
+        EntryPoint("torn", "kvd_client.selectors.hata:Torn", GROUP),
+        EntryPoint("part", "kvd_client.selectors.base:ScoringSelector", GROUP),
     ]
 
     def found(*, group: str, name: str | None = None) -> list[EntryPoint]:
         return [entry for entry in entries if entry.group == group and name in (None, entry.name)]
 
     monkeypatch.setattr(selectors, "entry_points", found)
-    assert names() == ["bad", "exact", "hata", "ours", "quest", "random", "streaming"]
+    assert set(names()) == {entry.name for entry in entries} | set(own)
     assert create("ours", bits=64) == Hata(bits=64)
-    with pytest.raises(InvalidArgument, match="no Selector class"):
-        create("bad")
+    for name, said in (
+        ("bad", "is no Selector class; update"),
+        ("gone", "ModuleNotFoundError: No module named 'kvd_client.selectors.nowhere'; update"),
+        ("torn", "AttributeError: .*'Torn'; update"),
+        ("part", "lacks scores; update"),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"selector '{name}'.* {said}") as raised:
+            create(name)
+        assert "\n" not in raised.value.message
+
+
+def test_selectors_are_written_with_parameters() -> None:
+    assert parse("hata:bits=128,ahead=true") == create("hata", bits=128, ahead=True)
+    assert parse("quest") == create("quest")
+    assert parse("infinigen:columns=0.25,ahead=no") == create("infinigen", columns=0.25, ahead=False)
+    assert parse("quest:reduce=max").parameters == {"page": 16, "reduce": "max"}
+    assert parse("quest:ahead=1").parameters["ahead"] is True
+    for text, said in (
+        ("ours", "no selector 'ours'"),
+        ("hata:size=1", "no parameter of selector 'hata'; it has bits, seed"),
+        ("hata:bits", "no parameter"),
+        ("hata:bits=many", "bits=many of selector 'hata' is no int; the default is 256"),
+        ("hata:ahead=perhaps", "is no bool"),
+        ("hata:weights=x", "no parameter"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            parse(text)
 
 
 @pytest.mark.parametrize(
