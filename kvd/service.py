@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvd.api.server import Answer, ClientSession
 from kvd.errors import Aborted, InvalidArgument, KvdError, NotFound
+from kvd.importance.prompt import check_shares
 from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
 from kvd.transfer.engine import Engine
@@ -82,6 +84,8 @@ class Service:
                 return self._fetch(client, request)
             case api.Reject():
                 return self._reject(request)
+            case api.RankBlocks():
+                self._rank_blocks(client, request)
             case api.InstallProfile():
                 self._install_profile(client, request)
             case api.ReportSelections():
@@ -253,6 +257,13 @@ class Service:
             self._fetches.pop(number, None)
         return api.Ok()
 
+    def _rank_blocks(self, client: ClientSession, request: api.RankBlocks) -> None:
+        opened = self._opened.get(request.transfer)
+        if opened is None or opened.client is not client or opened.layout is None:
+            raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
+        shares = _checked_ranking(opened.layout, request)
+        self._engine.submit(ev.BlocksRanked(request.transfer, request.layer, shares, request.weight))
+
     def _install_profile(self, client: ClientSession, request: api.InstallProfile) -> None:
         if request.offset == 0:
             self._uploads[client.id] = bytearray()  # whatever an earlier attempt left
@@ -315,6 +326,24 @@ class Service:
             opened.slot, opened.state, opened.generation & 0xFFFFFFFF, opened.progress, opened.bytes_done
         )
         opened.client.wake()
+
+
+def _checked_ranking(layout: PartLayout, request: api.RankBlocks) -> npt.NDArray[np.float32]:
+    """The shares of a ranking, (rows, blocks); raises what is wrong with it."""
+    if not 0 <= request.layer < layout.layers:
+        raise InvalidArgument(
+            f"a ranking names layer {request.layer}, but the transfer has layers 0 to {layout.layers - 1}",
+            layer=request.layer,
+        )
+    if request.blocks < 1 or len(request.shares) != 4 * layout.rows * request.blocks:
+        raise InvalidArgument(
+            f"a ranking has {len(request.shares)} bytes; it needs 4 for each of {layout.rows} rows and "
+            f"{request.blocks} blocks",
+            blocks=request.blocks,
+        )
+    shares = np.frombuffer(request.shares, np.float32).reshape(layout.rows, request.blocks)
+    check_shares(shares, request.weight)
+    return shares
 
 
 def _check_fetch(layout: PartLayout, request: api.Fetch) -> None:

@@ -138,6 +138,19 @@ class Fetch(Message, tag="fetch"):
     """int32, sum(counts) token positions."""
 
 
+class RankBlocks(Message, tag="rank_blocks"):
+    """Source: what the prompt's last queries would select of a layer; sorts what is unsent of it. Answered by
+    :class:`Ok`, whether or not the transfer's mode has an order to change."""
+
+    transfer: int
+    layer: int
+    blocks: int
+    shares: bytes
+    """float32, rows * blocks: 0 to 1, the share of what could have been selected in the block."""
+    weight: float
+    """0 to 1, against the profile."""
+
+
 class InstallProfile(Message, tag="install_profile"):
     """A piece of a profile file; with ``last``, the file is checked and takes effect for new transfers."""
 
@@ -333,6 +346,7 @@ Request = (
     | Abort
     | Fetch
     | Reject
+    | RankBlocks
     | InstallProfile
     | ReportSelections
     | ExportProfile
