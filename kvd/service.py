@@ -19,6 +19,7 @@ from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
 from kvd.transfer.engine import Engine
 from kvd.transfer.handle import parse_handle
+from kvd.transfer.part import SourcePart
 from kvd.transfer.parties import Session
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
@@ -85,7 +86,7 @@ class Service:
             case api.Reject():
                 return self._reject(request)
             case api.RankBlocks():
-                self._rank_blocks(client, request)
+                return self._rank_blocks(client, request)
             case api.InstallProfile():
                 self._install_profile(client, request)
             case api.ReportSelections():
@@ -257,12 +258,16 @@ class Service:
             self._fetches.pop(number, None)
         return api.Ok()
 
-    def _rank_blocks(self, client: ClientSession, request: api.RankBlocks) -> None:
+    def _rank_blocks(self, client: ClientSession, request: api.RankBlocks) -> api.Ranked:
         opened = self._opened.get(request.transfer)
         if opened is None or opened.client is not client or opened.layout is None:
             raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
         shares = _checked_ranking(opened.layout, request)
         self._engine.submit(ev.BlocksRanked(request.transfer, request.layer, shares, request.weight))
+        part = self._engine.core.parts.get(request.transfer)
+        if not isinstance(part, SourcePart) or part.ended:
+            return api.Ranked(wanted=False)
+        return api.Ranked(wanted=part.queue is None or part.queue.policy.rankable)
 
     def _install_profile(self, client: ClientSession, request: api.InstallProfile) -> None:
         if request.offset == 0:

@@ -123,12 +123,13 @@ class PrefillTransfer(Transfer):
             raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
         self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
 
-    def rank(self, layer: int, shares: Any, *, weight: float = 2 / 3) -> None:
+    def rank(self, layer: int, shares: Any, *, weight: float = 2 / 3) -> bool:
         """Say what the prompt's last queries would select of a layer, which sorts what is unsent of it.
 
         ``shares``: (rows, blocks), for any number of blocks of equal size (relative positions, as profiles have them)
         the share of what could have been selected there, 0 to 1. ``weight`` is what that counts against the profile.
-        Changes the order only, and only in modes whose order is importance's; the profile's holds until then.
+        Changes the order only; the profile's holds until then. False where the transfer's mode has no order to change,
+        so that further rankings are of no use.
 
         Raises :class:`InvalidArgument` for a layer or numbers that make no sense.
         """
@@ -142,7 +143,8 @@ class PrefillTransfer(Transfer):
         message = RankBlocks(
             transfer=self.id, layer=layer, blocks=array.shape[1], shares=array.tobytes(), weight=weight
         )
-        self._connection.request(message)
+        reply, _ = self._connection.request(message)
+        return bool(getattr(reply, "wanted", False))
 
     def finish(self, wait: bool = True, timeout_s: float | None = None) -> None:
         """Say that every token of every layer has been rung, and wait until all is delivered.

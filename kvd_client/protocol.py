@@ -140,7 +140,7 @@ class Fetch(Message, tag="fetch"):
 
 class RankBlocks(Message, tag="rank_blocks"):
     """Source: what the prompt's last queries would select of a layer; sorts what is unsent of it. Answered by
-    :class:`Ok`, whether or not the transfer's mode has an order to change."""
+    :class:`Ranked`."""
 
     transfer: int
     layer: int
@@ -220,6 +220,13 @@ class Opened(Message, tag="opened"):
 
 class Ok(Message, tag="ok"):
     """Done."""
+
+
+class Ranked(Message, tag="ranked"):
+    """Answer to :class:`RankBlocks`."""
+
+    wanted: bool
+    """False where the transfer's mode has no order that a ranking changes: further ones need not be made."""
 
 
 class ProfileData(Message, tag="profile_data"):
@@ -352,7 +359,7 @@ Request = (
     | ExportProfile
     | GetStatus
 )
-Reply = Welcome | Opened | Ok | Failure | Ended | ProfileData | Status
+Reply = Welcome | Opened | Ok | Failure | Ended | Ranked | ProfileData | Status
 
 
 # --- framing ------------------------------------------------------------------------------------------------------

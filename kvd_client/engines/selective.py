@@ -24,6 +24,7 @@ import torch
 
 from kvd_client.counters import ALWAYS_LAYERS
 from kvd_client.engines import _transformers_adapter as adapter
+from kvd_client.engines import prompt
 from kvd_client.engines._selective_steps import SelectiveOrigin, SelectiveSteps, entries_of
 from kvd_client.engines.local import LocalTransfer, shape_from
 from kvd_client.engines.transformers import LocalRun, Prefilled, PrefillTarget, run_prompts, spec_of
@@ -107,14 +108,22 @@ def prefill_selective(
     chunk: int | None = None,
     prefix: Any = None,
     on_layer: Callable[[int, int], None] | None = None,
+    prompt_aware: bool = True,
+    on_queries: Callable[[int, list[Index]], None] | None = None,
 ) -> Prefilled:
     """As :func:`kvd_client.engines.transformers.prefill`, and summarize each layer's keys for ``selector``.
 
     ``transfer`` must have been opened with ``selector.metadata(shape_of(model, lengths))``. ``prefix`` is the KV cache
     of the prompts' first tokens, where the source has it from before: :data:`Prefix`, or a cache with
     ``layers[i].keys`` and ``.values``; with one row it is shared by all. It is handed over in all layers at once, and
-    only the tokens behind it are computed. Raises :class:`InvalidArgument` for a prefix that does not fit the prompts
-    or the model, and for a selector that is an oracle.
+    only the tokens behind it are computed.
+
+    ``prompt_aware``: rank each layer's blocks by what the prompt's last queries select
+    (:mod:`kvd_client.engines.prompt`), where ``transfer`` takes rankings; they change the order of sending, and no
+    result. ``on_queries(layer, indices)`` sees the KV index of each of these queries, the prompt's last one last.
+
+    Raises :class:`InvalidArgument` for a prefix that does not fit the prompts or the model, and for a selector that is
+    an oracle.
     """
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) < 1:
@@ -127,13 +136,15 @@ def prefill_selective(
     names = [array.name for array in selector.metadata(shape)]
     computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     scratch: list[dict[str, Any]] = [{} for _ in windows]
+    rank = getattr(transfer, "rank", None) if prompt_aware else None
+    asked = prompt.PromptQueries(shape, selector, entries_of(lengths, prompt.SHARE), rank=rank, told=on_queries)
 
     def attends(layer: int, start: int, queries: torch.Tensor | None) -> None:
         k, v = computed.pop(layer)
         stop = start + k.shape[2]
+        arrays = {name: transfer.metadata(layer, name) for name in names}
         if names:
             # Before the layer's entries, since it is to travel ahead of them.
-            arrays = {name: transfer.metadata(layer, name) for name in names}
             if windows[layer]:  # selects its window, and needs none; what the memory held before is nobody's business
                 for array in arrays.values():
                     array[:] = 0
@@ -143,6 +154,9 @@ def prefill_selective(
             if stop >= shape.longest:
                 transfer.metadata_ready(layer)
         transfer.put_layer(layer, k=k, v=v, start=start)
+        if queries is not None and layer >= ALWAYS_LAYERS and not windows[layer] and asked.wanted:
+            # Behind the entries: the link has something to send while the queries are asked.
+            asked.add(layer, start, queries, arrays)
         if on_layer is not None:
             on_layer(layer, stop)
 
