@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -90,6 +90,19 @@ class Chunk:
         return [(row, q.unflatten(0, (shape.kv_heads, -1))) for row, q in _rows(shape, self.queries, self.start)]
 
 
+class Training(abc.ABC):
+    """Makes a model's weights for an algorithm, from calibration texts."""
+
+    @abc.abstractmethod
+    def add(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        """A layer of one more text: post-RoPE (query heads, tokens, head dim) and (KV heads, tokens, head dim)."""
+
+    @abc.abstractmethod
+    def finish(self, told: Callable[[int, int], None] | None = None) -> dict[str, npt.NDArray[np.float32]]:
+        """The tensors of :class:`Weights`, (layers, KV heads, ...); ``told(done, total)`` hears of long work. Raises
+        :class:`InvalidArgument` where the texts were not enough."""
+
+
 class Selector(abc.ABC):
     """A KV selection algorithm with its parameters; no state, so that one object serves all requests.
 
@@ -117,6 +130,12 @@ class Selector(abc.ABC):
         if self.weights is not None:
             found["weights"] = self.weights.fingerprint
         return found
+
+    @classmethod
+    def training(cls, layers: int, kv_heads: int, head_dim: int, **parameters: Any) -> Training:
+        """What trains the algorithm for a model of that form; raises :class:`InvalidArgument` where nothing does, and
+        for parameters that it does not have."""
+        raise InvalidArgument(f"selector {cls.name!r} is not trained", name=cls.name)
 
     def check(self, shape: Shape, layers: int) -> None:
         """Raise :class:`FingerprintMismatch` where the weights are of another form of model; the engine asks before it
@@ -156,13 +175,13 @@ class ScoringSelector(Selector):
     """An algorithm that gives each token a score, and takes the highest."""
 
     @abc.abstractmethod
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         """float32 (rows, KV heads, longest row); what stands beyond a row's length does not matter."""
 
     def select(
         self, shape: Shape, query: torch.Tensor, arrays: Arrays, k: Sequence[int], *, layer: int, step: int
     ) -> Index:
-        return top_k(self.scores(shape, query, arrays), shape.lengths, k)
+        return top_k(self.scores(shape, query, arrays, layer=layer), shape.lengths, k)
 
 
 def top_k(scores: Scores, lengths: Sequence[int], k: Sequence[int]) -> Index:

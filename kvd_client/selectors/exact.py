@@ -38,7 +38,7 @@ class Exact(ScoringSelector):
         for row, keys in chunk.new_keys(shape):
             target[row, :, chunk.start : chunk.start + keys.shape[1]] = keys.float().numpy()
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         import torch
 
         keys = torch.from_numpy(self._keys(shape, arrays))

@@ -18,14 +18,14 @@ ablation: it works, and picks worse columns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import InvalidArgument
-from kvd_client.selectors.base import Arrays, Chunk, Index, Selector, Shape, check_k, group, top_k
+from kvd_client.selectors.base import Arrays, Chunk, Index, Selector, Shape, Training, check_k, group, top_k
 from kvd_client.selectors.weights import Weights
 from kvd_client.spec import MetadataSpec
 
@@ -64,6 +64,12 @@ class InfiniGen(Selector):
             form = self.weights.head_dim
             self.weights.for_selector(self.name).array(SKEW, form, form)
 
+    @classmethod
+    def training(cls, layers: int, kv_heads: int, head_dim: int, **parameters: Any) -> Skewing:
+        if parameters:
+            raise InvalidArgument(f"training of {cls.name} has no {min(parameters)}", name=cls.name)
+        return Skewing(layers, kv_heads, head_dim)
+
     def metadata(self, shape: Shape) -> tuple[MetadataSpec, ...]:
         heads, width = shape.rows * shape.kv_heads, self._width(shape)
         # Both ends must have the same A: its checksum in the name makes the daemons compare it.
@@ -100,11 +106,11 @@ class InfiniGen(Selector):
         self, shape: Shape, query: torch.Tensor, arrays: Arrays, k: Sequence[int], *, layer: int, step: int
     ) -> Index:
         check_k(shape.lengths, k)
-        scores, counts = self.scores(shape, query, arrays, layer)
+        scores, counts = self.scored(shape, query, arrays, layer)
         wanted = [max(1, min(int(n), most)) for n, most in zip(counts, k, strict=True)]
         return top_k(scores, shape.lengths, wanted)
 
-    def scores(
+    def scored(
         self, shape: Shape, query: torch.Tensor, arrays: Arrays, layer: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
         """float32 (rows, KV heads, longest row): summed softmaxes, 0 beyond a row's end; and float64 (rows,): the mean
@@ -141,16 +147,21 @@ class InfiniGen(Selector):
         return array.view(np.uint16).reshape(shape.rows, shape.kv_heads, self._width(shape))
 
 
-def skew_of(queries: torch.Tensor, group: int) -> torch.Tensor:
-    """A of one layer: (KV heads, head dim, head dim), orthogonal.
+class Skewing(Training):
+    """A of each layer and KV head: the right singular vectors of its group's queries, by descending singular value.
 
-    ``queries``: post-RoPE (query heads, tokens, head dim) of a calibration text. The right singular vectors of all
-    queries of a KV head's ``group`` of query heads, by descending singular value; from the eigenvectors of QᵀQ, which
-    are the same and need no memory for a factor as long as the text. Signs are arbitrary and cancel out.
+    They are the eigenvectors of QᵀQ, which can be added up text by text. Their signs are arbitrary and cancel out.
     """
-    import torch
 
-    heads, tokens, dim = queries.shape
-    q = queries.double().reshape(heads // group, group * tokens, dim)
-    _, vectors = torch.linalg.eigh(q.transpose(1, 2) @ q)
-    return vectors.flip(-1).float()
+    def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        self._grams = np.zeros((layers, kv_heads, head_dim, head_dim))
+
+    def add(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        q = queries.detach().to("cpu").double().reshape(len(keys), -1, keys.shape[2])
+        self._grams[layer] += (q.transpose(1, 2) @ q).numpy()
+
+    def finish(self, told: Callable[[int, int], None] | None = None) -> dict[str, npt.NDArray[np.float32]]:
+        if not np.diagonal(self._grams, axis1=2, axis2=3).sum(-1).all():
+            raise InvalidArgument("no calibration text was added; give at least one")
+        _, vectors = np.linalg.eigh(self._grams)
+        return {SKEW: vectors[..., ::-1].astype(np.float32)}

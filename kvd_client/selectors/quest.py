@@ -60,7 +60,7 @@ class Quest(ScoringSelector):
                 high[:, 0] = np.maximum(high[:, 0], target[:, 0, 1])
             target[:, :, 0], target[:, :, 1] = low, high
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         import torch
 
         pages = torch.from_numpy(self._pages(shape, arrays)).float()
