@@ -205,10 +205,8 @@ def _evaluate(
     *,
     as_json: bool,
 ) -> None:
-    from kvd.demo import inference
     from kvd.demo import model as demo_model
-    from kvd.profiling.evaluate import plan, texts
-    from kvd.profiling.evaluate.run import Runner
+    from kvd.profiling.evaluate import texts
     from kvd.profiling.evaluate.store import Store
 
     domains = own or texts.built_in(demo_model.cache_folder(), progress.say)
@@ -216,6 +214,34 @@ def _evaluate(
         folder = demo_model.cached() or demo_model.fetch_and_convert(progress.told)
     folder = folder.resolve()
     store = Store(output / "work", _identity(folder, settings, domains))
+    try:
+        complete, report = _run(store, folder, settings, work, domains, blocks, stop_at, progress)
+    finally:
+        store.close()
+    _write(output, report)
+    progress.close()
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(report, output)
+    if not complete:
+        typer.echo("kvd: time is up before the end; the same command goes on from here", err=True)
+
+
+def _run(
+    store: Store,
+    folder: Path,
+    settings: Settings,
+    work: Work,
+    domains: Sequence[Domain],
+    blocks: int,
+    stop_at: float | None,
+    progress: _Progress,
+) -> tuple[bool, dict[str, Any]]:
+    from kvd.demo import inference
+    from kvd.profiling.evaluate import plan
+    from kvd.profiling.evaluate.run import Runner
+
     loaded, tokenizer = inference.load(folder)
     context = inference.context_of(loaded)
     longest = max(work.texts)
@@ -227,15 +253,8 @@ def _evaluate(
         )
     runner = Runner(loaded, plan.Tokens(tokenizer, domains, settings), store, work, told=progress.told, stop_at=stop_at)
     complete = runner.run()
-    report = _report(folder.name, store, settings, work, domains, runner, blocks, progress) | {"complete": complete}
-    _write(output, report)
-    progress.close()
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        _show(report, output)
-    if not complete:
-        typer.echo("kvd: time is up before the end; the same command goes on from here", err=True)
+    report = _report(folder.name, store, settings, work, domains, runner, blocks, progress)
+    return complete, report | {"complete": complete}
 
 
 def _report(
@@ -286,10 +305,12 @@ def _write(output: Path, report: dict[str, Any]) -> None:
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
-    from kvd.profiling.evaluate.tables import tables
+    from kvd.profiling.evaluate.tables import marks, tables
 
     for each in tables(report):
         write_parts([printable(each.title), shown_table(each.heads, each.rows), ""])
+    for line in marks(report):
+        typer.echo(printable(line))
     typer.echo(f"{printable(str(output))}: report.md, {REPORT} and pictures written")
 
 

@@ -149,6 +149,9 @@ def test_cells_stay_and_other_parameters_are_other_cells(tmp_path: Path) -> None
     store = Store(tmp_path / "work", IDENTITY)
     assert store.cell(PLACE, "text", "hata@0.2", {}) is None
     store.finish(PLACE, "text", "hata@0.2", {"bits": 256, "pair": (1, 2)}, {"kl": [0.5]})
+    with pytest.raises(InvalidArgument, match="another evaluation is running there"):
+        Store(tmp_path / "work", IDENTITY)
+    store.close()
     again = Store(tmp_path / "work", IDENTITY)
     assert again.cell(PLACE, "text", "hata@0.2", {"bits": 256, "pair": (1, 2)}) == {"kl": [0.5]}
     assert again.cell(PLACE, "text", "hata@0.2", {"bits": 128}) is None
@@ -158,7 +161,7 @@ def test_cells_stay_and_other_parameters_are_other_cells(tmp_path: Path) -> None
 
 
 def test_results_of_another_evaluation_are_refused_with_what_differs(tmp_path: Path) -> None:
-    Store(tmp_path / "work", IDENTITY)
+    Store(tmp_path / "work", IDENTITY).close()
     other = {"model": {"name": "m", "digest": "e"}, "settings": {"steps": 32}, "texts": {"a": "1", "b": "2"}}
     with pytest.raises(FingerprintMismatch, match=r"settings\.steps 64 instead of 32") as caught:
         Store(tmp_path / "work", other)

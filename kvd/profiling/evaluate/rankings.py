@@ -7,8 +7,9 @@ had not been sent when decode began; nothing is sent, and nothing fetched is kep
 Two ways to send ``sent`` of all units while prefill runs:
 
 - ``global``: the whole order is known at the start (a reused prefix, or a ranking after prefill);
-- ``causal``: layer l's blocks, and what is known of its queries, exist once layer l is computed. The link carries the
-  same amount while each layer runs and is never idle: it takes the best of what exists.
+- ``causal``: layer l's blocks, and what is known of its queries, exist once layer l is computed. While each layer but
+  the first runs, the link carries the same amount, and takes the best of what exists; the last layer's blocks come too
+  late (as :func:`kvd.transfer.replay.causal_sent` has it, which runs the daemon's own queue).
 
 The pure part of the evaluation: NumPy arrays in, numbers out.
 """
@@ -33,6 +34,8 @@ Sent = npt.NDArray[np.bool_]
 
 SENT = (0.5, 0.25, 0.1)
 ORDERS = ("global", "causal")
+EARLY = 16
+"""Steps: after about as many, speculation has sent the rest of a transfer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +45,8 @@ class Counts:
     tokens: Values
     """Tokens of each block, (blocks,)."""
     steps: Values
-    """Selections in all decode steps; ``first`` in the first one."""
+    """Selections in all decode steps; ``early`` in the first :data:`EARLY` of them, ``first`` in the very first."""
+    early: Values
     first: Values
     last: Values
     """c_1: the share of a block's tokens that the prompt's last query selected; ``window``: c_16, of the last 16."""
@@ -56,6 +60,7 @@ class Counts:
         return cls(
             tokens=np.diff(block_bounds(recorded.length, blocks)).astype(np.float64),
             steps=recorded.counts(blocks, heads=True).astype(np.float64),
+            early=recorded.counts(blocks, steps=slice(0, EARLY), heads=True).astype(np.float64),
             first=recorded.counts(blocks, steps=0, heads=True).astype(np.float64),
             last=recorded.shares(1, blocks, heads=True),
             window=recorded.shares(recorded.query_count, blocks, heads=True),
@@ -148,10 +153,10 @@ class Ranking:
         if order == "global":
             found[self._order[:budget]] = True
             return found.reshape(self._form)
-        layers, gone = self._form[0], 0
+        turns, gone = self._form[0] - 1, 0
         waiting = np.ones(len(self._order), np.bool_)  # by place in the order
-        for layer in range(layers):
-            quota = (layer + 1) * budget // layers - gone
+        for layer in range(turns):
+            quota = (layer + 1) * budget // turns - gone
             best = np.flatnonzero(waiting & (self._layers <= layer))[:quota]
             waiting[best] = False
             gone += len(best)
@@ -167,8 +172,8 @@ def on_demand(selections: Values, sent: Sent) -> float:
     return float(chosen[~there].sum()) / total if total else 0.0
 
 
-Ratios = dict[tuple[str, str, float, str], tuple[float, float]]
-"""By unit, order of the transfer, share sent and ranking: on-demand ratio of all steps, and of the first."""
+Ratios = dict[tuple[str, str, float, str], tuple[float, float, float]]
+"""By unit, order of the transfer, share sent and ranking: on-demand ratio of all steps, the early ones, the first."""
 
 
 def ratios(counts: Counts, rankings: Mapping[str, Values], *, sent: Sequence[float] = SENT) -> Ratios:
@@ -176,13 +181,14 @@ def ratios(counts: Counts, rankings: Mapping[str, Values], *, sent: Sequence[flo
     what the steps will select."""
     found: Ratios = {}
     for unit, units in UNITS.items():
-        steps, first = units(counts.steps), units(counts.first)
+        steps = [units(each) for each in (counts.steps, counts.early, counts.first)]
         for name, values in (*rankings.items(), ("optimal", counts.steps)):
             ranking = Ranking(units(values))
             for order in ORDERS:
                 for share in sent:
                     gone = ranking.sent(share, order)
-                    found[unit, order, share, name] = on_demand(steps, gone), on_demand(first, gone)
+                    every, early, first = (on_demand(each, gone) for each in steps)
+                    found[unit, order, share, name] = every, early, first
     return found
 
 

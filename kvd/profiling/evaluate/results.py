@@ -176,17 +176,17 @@ def _ratios_of(rows: Sequence[rankings.Ratios]) -> dict[str, Any]:
             for share in rankings.SENT:
                 here: dict[str, Any] = {}
                 for name in RANKINGS:
-                    pairs = [row[unit, order, share, name] for row in rows]
-                    here[name] = Mean.of([each for each, _ in pairs]).fields()
-                    here[name]["first"] = round(float(np.mean([first for _, first in pairs])), 6)
+                    every, early, first = zip(*(row[unit, order, share, name] for row in rows), strict=True)
+                    here[name] = Mean.of(every).fields()
+                    here[name] |= {"early": round(float(np.mean(early)), 6), "first": round(float(np.mean(first)), 6)}
                 place = found.setdefault(unit, {}).setdefault(order, {})
                 place[f"{share:g}"] = {"ratio": here, "closed": _closed(rows, unit, order, share)}
     return found
 
 
 def _closed(rows: Sequence[rankings.Ratios], unit: str, order: str, share: float) -> dict[str, Any]:
-    """Of the gap from a profile to the optimal order *of blocks*, what each way closes: units of blocks and heads are
-    measured by the gap that blocks have."""
+    """Of the gap from a profile to the optimal order *of blocks*, what each way closes in all steps and in early ones:
+    units of blocks and heads are measured by the gap that blocks have. Optimal is what knows all steps."""
     found: dict[str, Any] = {}
     for base, name in (
         ("profile", "prompt-aware"),
@@ -194,18 +194,22 @@ def _closed(rows: Sequence[rankings.Ratios], unit: str, order: str, share: float
         ("profile", "learnt"),
         ("profile", "learnt+prompt"),
     ):
-        triples = [
-            (
-                row["block", order, share, base][0],
-                row[unit, order, share, name][0],
-                row["block", order, share, "optimal"][0],
-            )
-            for row in rows
-        ]
-        value = rankings.closed(*np.mean(triples, axis=0).tolist())
+        every, early = (
+            [
+                (
+                    row["block", order, share, base][at],
+                    row[unit, order, share, name][at],
+                    row["block", order, share, "optimal"][at],
+                )
+                for row in rows
+            ]
+            for at in (0, 1)
+        )
+        shares = [rankings.closed(*np.mean(triples, axis=0).tolist()) for triples in (every, early)]
         found[name] = {
-            "share": None if value is None else round(value, 4),
-            "interval": interval(triples, _gap) if len(triples) > 1 else [],
+            "share": None if shares[0] is None else round(shares[0], 4),
+            "early": None if shares[1] is None else round(shares[1], 4),
+            "interval": interval(every, _gap) if len(rows) > 1 else [],
         }
     return found
 

@@ -12,6 +12,7 @@ Every file appears by a rename, whole or not at all. The report and its pictures
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -42,13 +43,28 @@ class Store:
         try:
             if manifest.is_file():
                 self._compare(_read(manifest), wanted)
+                self._lock()
                 return
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise InvalidArgument(f"{folder}: holds something else than an evaluation; give a new folder's name")
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
         except OSError as error:
             raise InvalidArgument(f"{folder}: can't be used: {(error.strerror or str(error)).lower()}") from None
         self._write(manifest, wanted)
+
+    def _lock(self) -> None:
+        """Held until the program ends: two at once would do everything twice."""
+        self._held = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._held.close()
+            raise InvalidArgument(f"{self.folder}: another evaluation is running there; wait until it ends") from None
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        self._held.close()
 
     def _compare(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         names = [*found, *(name for name in wanted if name not in found)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvd.profiling.evaluate import rankings
 from kvd.profiling.evaluate.results import RANKINGS
 
 REACHED = {True: "reached", False: "NOT reached", None: "not measured"}
@@ -16,18 +17,22 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def tables(report: Mapping[str, Any]) -> Iterator[Table]:
-    """All of them, marks last."""
+def tables(report: Mapping[str, Any], *, errors: bool = False) -> Iterator[Table]:
+    """All of them, with standard errors or without."""
     if report["recall"]:
         yield _recall(report["recall"])
     if report["divergence"]:
-        yield _divergence(report["divergence"])
+        yield _divergence(report["divergence"], errors)
     for label, lengths in report["on_demand"].items():
-        yield _on_demand(label, lengths)
+        for unit in ("block", "head"):
+            yield _on_demand(label, unit, lengths, errors)
     for label, found in report["correlation"].items():
         yield _correlation(label, found)
-    rows = [[REACHED[mark["reached"]], mark["claim"], mark["figures"]] for mark in report["marks"]]
-    yield Table("Marks", ["", "claim", "figures"], rows)
+
+
+def marks(report: Mapping[str, Any]) -> list[str]:
+    """A line for each mark."""
+    return [f"{REACHED[mark['reached']]}: {mark['claim']}: {mark['figures']}" for mark in report["marks"]]
 
 
 def markdown(report: Mapping[str, Any], pictures: Sequence[str]) -> str:
@@ -42,9 +47,12 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str]) -> str:
         f"- calibrated on {settings['calibration']}, measured on the other domains; "
         + "; ".join(f"{kind}: {_counts(found)} prompts" for kind, found in report["prompts"].items() if found),
         f"- {settings['steps']} steps behind each prompt, teacher-forced; ± is one standard error over prompts",
+        f"- on-demand ratios of all steps, by order (global, causal) and share of all units sent; early: of "
+        f"the first {rankings.EARLY} steps, global order; closed: the share of the gap from the profile to optimal",
         "",
     ]
-    for table in tables(report):
+    lines += ["## Marks", "", *(f"- {line}" for line in marks(report)), ""]
+    for table in tables(report, errors=True):
         lines += [f"## {table.title}", "", _row(table.heads), _row(["---"] + ["---:"] * (len(table.heads) - 1))]
         lines += [*(_row(row) for row in table.rows), ""]
     for name in pictures:
@@ -77,7 +85,7 @@ def _found(here: Mapping[str, Any] | None, kind: str) -> str:
     return "-" if here is None else f"{here[kind]['found']}/{here[kind]['of']}"
 
 
-def _divergence(divergence: Mapping[str, Any]) -> Table:
+def _divergence(divergence: Mapping[str, Any], errors: bool) -> Table:
     lengths, labels = list(divergence), list(next(iter(divergence.values())))
     rows = []
     for label in labels:
@@ -87,7 +95,7 @@ def _divergence(divergence: Mapping[str, Any]) -> Table:
             if here is None:
                 row += ["-"] * 3
             else:
-                row += [_mean(here["kl"], 4), f"{here['perplexity']:.3f}", f"{here['same_token']['mean']:.1%}"]
+                row += [_mean(here["kl"], 4, errors), f"{here['perplexity']:.3f}", f"{here['same_token']['mean']:.1%}"]
         rows.append(row)
     heads = [f"{length}: {what}" for length in lengths for what in ("KL", "ppl", "same")]
     title = (
@@ -96,28 +104,23 @@ def _divergence(divergence: Mapping[str, Any]) -> Table:
     return Table(title, ["selection", *heads], rows)
 
 
-def _on_demand(label: str, lengths: Mapping[str, Any]) -> Table:
+def _on_demand(label: str, unit: str, lengths: Mapping[str, Any], errors: bool) -> Table:
     figures = lengths.get("all") or next(iter(lengths.values()))
-    columns = [
-        (unit, order, share) for unit, orders in _units(figures) for order, shares in orders.items() for share in shares
-    ]
-    rows = [
-        [name, *(_mean(figures[unit][order][share]["ratio"][name], 3) for unit, order, share in columns)]
-        for name in RANKINGS
-    ]
+    orders = figures[unit]
+    columns = [(order, share) for order in orders for share in orders[order]]
+    early = list(orders["global"])[:2]
+    rows = []
+    for name in RANKINGS:
+        row = [name, *(_mean(orders[order][share]["ratio"][name], 3, errors) for order, share in columns)]
+        rows.append(row + [f"{orders['global'][share]['ratio'][name]['early']:.3f}" for share in early])
     for name in ("prompt-aware", "prompt-aware-others", "learnt", "learnt+prompt"):
-        row = [f"gap closed by {name}"]
-        for unit, order, share in columns:
-            closed = figures[unit][order][share]["closed"][name]["share"]
-            row.append("-" if closed is None else f"{closed:.0%}")
-        rows.append(row)
-    heads = [f"{unit} {order} {share}" for unit, order, share in columns]
-    what = f"{label}, {figures['prompts']} prompts of {', '.join(n for n in lengths if n != 'all')} tokens"
-    return Table(f"On-demand ratio by unit, order and share sent: {what}", ["ranking", *heads], rows)
-
-
-def _units(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(unit, figures[unit]) for unit in ("block", "head")]
+        shares = [orders[order][share]["closed"][name]["share"] for order, share in columns]
+        shares += [orders["global"][share]["closed"][name]["early"] for share in early]
+        rows.append([f"closed: {name}", *("-" if one is None else f"{one:.0%}" for one in shares)])
+    heads = [f"{order} {share}" for order, share in columns] + [f"early {share}" for share in early]
+    what = "layer and block" if unit == "block" else "layer, KV head and block"
+    prompts = f"{figures['prompts']} prompts of {', '.join(name for name in lengths if name != 'all')} tokens"
+    return Table(f"On-demand ratio with {label}, a unit per {what}, {prompts}", ["ranking", *heads], rows)
 
 
 def _correlation(label: str, found: Mapping[str, Any]) -> Table:
@@ -135,6 +138,6 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _mean(found: Mapping[str, Any], digits: int) -> str:
-    error = found["error"]
+def _mean(found: Mapping[str, Any], digits: int, errors: bool) -> str:
+    error = found["error"] if errors else None
     return f"{found['mean']:.{digits}f}" + ("" if error is None else f" ±{error:.{digits}f}")
