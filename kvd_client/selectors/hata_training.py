@@ -81,7 +81,7 @@ class HashTraining(Training):
             q, k, seen = self._batch(step % texts, generator)
             optimizer.zero_grad(set_to_none=True)
             loss = _loss(q, k, seen, w, scale)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step()
         return {HASH: w.detach().numpy()}
@@ -98,7 +98,7 @@ class HashTraining(Training):
         return q, k, which <= at[some, None]
 
 
-class _Sign(torch.autograd.Function):
+class _Sign(torch.autograd.Function):  # type: ignore[misc]
     """The sign forward; backward as if it were tanh."""
 
     @staticmethod
@@ -116,7 +116,7 @@ def _codes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     product = x @ w
     with torch.no_grad():
         typical = product.abs().mean((-2, -1), keepdim=True).clamp(min=1e-6)
-    signs: torch.Tensor = _Sign.apply(product / typical)  # type: ignore[no-untyped-call]
+    signs: torch.Tensor = _Sign.apply(product / typical)
     return signs
 
 
