@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -225,8 +226,16 @@ class Service:
             offset=lease.offset,
             nbytes=lease.nbytes,
             generation=lease.generation,
+            count_blocks=self._count_blocks(request),
         )
         return reply, [lease.fd]
+
+    def _count_blocks(self, request: api.OpenSource | api.OpenSink) -> int:
+        """In how many blocks a process is to count what it selects; 0: it need not."""
+        learner = self._profiles.learner
+        if learner is None or not isinstance(request, api.OpenSink) or not request.landing_entries:
+            return 0
+        return learner.blocks_of(request.spec.layers)
 
     def _remember(self, client: ClientSession, transfer: TransferId, generation: int) -> None:
         opened = _Opened(client, client.take_slot(), generation)
@@ -288,7 +297,7 @@ class Service:
 
     def _export_profile(self, client: ClientSession, request: api.ExportProfile) -> api.ProfileData:
         data = self._downloads.pop(client.id, b"") if request.offset > 0 else b""
-        data = data or self._profiles.export(request.model, request.selector)
+        data = data or self._profiles.export(request.model, request.selector, learnt=request.learnt)
         stop = max(0, request.offset) + PROFILE_PIECE
         if stop < len(data):
             self._downloads[client.id] = data
@@ -307,6 +316,9 @@ class Service:
             steps=request.steps,
             counts=request.counts,
             blocks=request.blocks,
+            asked=request.asked,
+            source=self._engine.core.parts[request.transfer].peer,
+            now=time.time(),
         )
 
     def _set_wake(self, client: ClientSession) -> None:

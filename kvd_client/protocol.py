@@ -168,6 +168,8 @@ class ReportSelections(Message, tag="report_selections"):
     """Decode steps counted."""
     counts: bytes
     """float32, layers * blocks: entries selected, summed over rows, heads and steps."""
+    asked: bool = True
+    """The process wants a profile recorded; else the daemon wanted to learn (:attr:`Opened.count_blocks`)."""
 
 
 class ExportProfile(Message, tag="export_profile"):
@@ -176,6 +178,8 @@ class ExportProfile(Message, tag="export_profile"):
     model: str
     selector: str = ""
     offset: int = 0
+    learnt: bool = False
+    """What the daemon uses for new transfers, instead of what processes asked it to record."""
 
 
 class Reject(Message, tag="reject"):
@@ -215,6 +219,9 @@ class Opened(Message, tag="opened"):
     """Where the lease begins in the memfd: a multiple of the page size."""
     nbytes: int
     generation: int
+    count_blocks: int = 0
+    """Sink: count selections in so many KV blocks, and report them at the release: the daemon learns from them. 0: it
+    does not."""
     descriptors: int = 1
 
 
@@ -319,6 +326,27 @@ class RecordingStatus(msgspec.Struct, kw_only=True):
     steps: int
 
 
+class LearntStatus(msgspec.Struct, kw_only=True):
+    """What the daemon has learnt of a model's prompts of about one length."""
+
+    model: str
+    revision: str
+    selector: str
+    low: int
+    high: int
+    """Excluded."""
+    requests: float
+    """That it has learnt from."""
+    heard: float
+    """Those of them that peers told of."""
+    tokens: float
+    """Decoded by them."""
+    filled: float
+    """The share of the memory that the half-life allows; 1 where learning began with a profile."""
+    age_s: float
+    """Since the last of them."""
+
+
 class Status(Message, tag="status"):
     """The daemon at one moment."""
 
@@ -342,6 +370,7 @@ class Status(Message, tag="status"):
     counters: dict[str, int]
     profiles: list[ProfileStatus] = []
     recordings: list[RecordingStatus] = []
+    learnt: list[LearntStatus] = []
 
 
 Request = (

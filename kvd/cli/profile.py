@@ -33,6 +33,7 @@ profile_app = typer.Typer(
 
 profile_app.command()(profile_record.record)
 profile_app.command()(profile_daemon.install)
+profile_app.command("export")(profile_daemon.export_learnt)
 profile_app.command()(profile_link.link)
 profile_app.command()(profile_evaluate.evaluate)
 
