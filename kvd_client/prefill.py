@@ -123,7 +123,7 @@ class PrefillTransfer(Transfer):
             raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
         self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
 
-    def rank(self, layer: int, shares: Any, *, weight: float = 2 / 3) -> bool:
+    def rank(self, layer: int, shares: Any, *, weight: float = 3 / 4) -> bool:
         """Say what the prompt's last queries would select of a layer, which sorts what is unsent of it.
 
         ``shares``: (rows, blocks), for any number of blocks of equal size (relative positions, as profiles have them)

@@ -1,7 +1,7 @@
 """Importance that follows the workload: a mean of what requests select in which old ones count ever less.
 
-Every report of what some requests selected moves the matrix towards it by a = 1 - 2^(-n / half-life), where n is how many
-requests (or decoded tokens) the report is about:
+Every report of what some requests selected moves the matrix towards it by a = 1 - 2^(-n / half-life), where n is how
+many requests (or decoded tokens) the report is about:
 
     weight' = weight·(1 - a) + a,        values' = values + (a / weight')·(reported - values).
 

@@ -1,9 +1,13 @@
 """Importance that knows the prompt: what its last queries would select, beside the profile.
 
-With d = a block's importance in the profile and c = (c_1 + c_16)/2, where c_w is the share of (KV head, token of the
+With d = a block's importance in the profile and c = (c_1 + 2 c_16)/3, where c_w is the share of (KV head, token of the
 block, query) triples over the last w prompt queries in which the token is in that query's own selection,
 
-    F = (1 - weight) · d + weight · c,        weight = 2/3: F = (d + c_1 + c_16)/3.
+    F = (1 - weight) · d + weight · c,        weight = 3/4: F = (d + c_1 + 2 c_16)/4.
+
+On recorded selections of SmolLM2 (four domains, each against the profiles of the other three, ``exact`` and ``quest``)
+this beats (d + c_1 + c_16)/3 by one to three points of the gap between profile and optimum; shorter windows, smoothing
+over neighbouring blocks or layers, maxima and geometric means, and sending the first tokens first won nothing.
 
 Both are shares of a selection, but hardly ever of the same size: the profile has the mean of what decode selects, c
 that of what each query was allowed. So c is scaled to the profile's mean, layer by layer; with that, layers that are
@@ -12,15 +16,22 @@ ranked and layers that are not yet compare.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import InvalidArgument
 
-WEIGHT = 2 / 3
+WEIGHT = 3 / 4
 """Of what the queries select, against the profile."""
 
 Values = npt.NDArray[np.float32]
+
+
+def mixed(last: npt.NDArray[Any], window: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """c of c_1 and c_16."""
+    return (last + 2 * window) / 3
 
 
 def combined(profile: Values | None, shares: Values, weight: float = WEIGHT) -> Values:

@@ -2,8 +2,8 @@
 
 The last queries exist at prefill, and decode's first ones resemble them. Each is given to decode's own selector, and
 what it picks is counted by KV block: c_w, the share of (KV head, token of the block, query) triples over the last w
-queries in which the token is selected. The mean of c_1 and c_16 ranks a layer's blocks anew as soon as the layer's last
-chunk is done; the daemon puts it beside the profile (:meth:`kvd_client.PrefillTransfer.rank`).
+queries in which the token is selected. (c_1 + 2 c_16)/3 ranks a layer's blocks anew as soon as the layer's last chunk
+is done; the daemon puts it beside the profile (:meth:`kvd_client.PrefillTransfer.rank`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PromptQueries:
 
 
 def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS) -> Shares:
-    """(c_1 + c_w)/2 of the indices of w queries, the last query's last. Blocks without a token have 0."""
+    """(c_1 + 2 c_w)/3 of the indices of w queries, the last query's last. Blocks without a token have 0."""
     blocks = max(1, min(blocks, shape.longest, _MOST_BYTES // (4 * shape.rows)))
     lengths = np.array(shape.lengths, np.int64)
     last, all_ = np.zeros((2, shape.rows, blocks), np.int64)
@@ -97,5 +97,5 @@ def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS) -> S
             accumulate_blocks(entries, last, lengths, beyond="skip")
     edges = -(-np.arange(blocks + 1) * lengths[:, None] // blocks)
     chances = np.maximum(np.diff(edges, axis=1), 1) * shape.kv_heads
-    found: Shares = ((last + all_ / max(len(indices), 1)) / (2 * chances)).astype(np.float32)
+    found: Shares = ((last + 2 * all_ / max(len(indices), 1)) / (3 * chances)).astype(np.float32)
     return found

@@ -128,7 +128,7 @@ def test_shares_are_what_the_formula_says() -> None:
                 w: np.mean([[t in index[2 * row + h] for t in tokens] for index in indices[-w:] for h in range(2)])
                 for w in (1, 4)
             }
-            assert found[row, block] == pytest.approx((c[1] + c[4]) / 2)
+            assert found[row, block] == pytest.approx((c[1] + 2 * c[4]) / 3)
     assert shares_of(shape, indices).shape == (2, 10)
 
 
@@ -144,5 +144,5 @@ def test_what_is_recorded_is_what_was_selected() -> None:
     for layer in (2, 3):
         np.testing.assert_array_equal(np.argwhere(one.query_mask(layer)[-1, 1])[:, 0], told[layer][-1][1])
         np.testing.assert_allclose(
-            (one.shares(1, 90)[layer] + one.shares(QUERIES, 90)[layer]) / 2, transfer.rankings[layer][0], rtol=1e-6
+            (one.shares(1, 90)[layer] + 2 * one.shares(QUERIES, 90)[layer]) / 3, transfer.rankings[layer][0], rtol=1e-6
         )

@@ -140,8 +140,8 @@ def test_prompt_aware_is_the_mean_of_profile_and_queries() -> None:
     queries = one.query_mask()
     for layer in range(2, LAYERS):
         c1, c16 = queries[layer, -1].astype(float), queries[layer].mean(axis=0)
-        scale = known[layer].mean() / ((c1 + c16) / 2).mean()  # on the profile's scale
-        assert found[layer] == pytest.approx((known[layer] + scale * (c1 + c16)) / 3, rel=1e-5)
+        scale = known[layer].mean() / ((c1 + 2 * c16) / 3).mean()  # on the profile's scale
+        assert found[layer] == pytest.approx((known[layer] + scale * (c1 + 2 * c16)) / 4, rel=1e-5)
 
 
 def test_profiles_are_frequencies_and_learning_forgets_by_half() -> None:

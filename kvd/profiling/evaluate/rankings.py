@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvd.blocks import block_bounds
 from kvd.importance.matrix import ALWAYS_LAYERS
-from kvd.importance.prompt import combined
+from kvd.importance.prompt import combined, mixed
 from kvd.profiling.recorded import Recorded
 
 Values = npt.NDArray[np.float64]
@@ -89,9 +89,9 @@ def learnt(start: Values, prompts: Sequence[Counts], half_life: float) -> Values
 
 
 def prompt_aware(known: Values, counts: Counts) -> Values:
-    """F = (d + c_1 + c_16) / 3 as the daemon ranks by it (:mod:`kvd.importance.prompt`), of the profile d; all
+    """F = (d + c_1 + 2 c_16) / 4 as the daemon ranks by it (:mod:`kvd.importance.prompt`), of the profile d; all
     (layers, KV heads, blocks)."""
-    shares = ((counts.last + counts.window) / 2).reshape(len(known), 1, -1).astype(np.float32)
+    shares = mixed(counts.last, counts.window).reshape(len(known), 1, -1).astype(np.float32)
     profiles = known.reshape(len(known), -1).astype(np.float32)
     found = [combined(mine, asked)[0] for mine, asked in zip(profiles, shares, strict=True)]
     return np.stack(found).reshape(known.shape).astype(np.float64)
