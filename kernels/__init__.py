@@ -1,4 +1,4 @@
-"""Memory kernels of kvd: splitting a KV index, moving KV entries, counting selections.
+"""Kernels of kvd: splitting a KV index, moving KV entries, counting selections, hashing and comparing codes.
 
 C (AVX2 where the CPU has it) when the extension was built, NumPy otherwise, with the same results. Words and
 shapes:
@@ -12,6 +12,7 @@ shapes:
 The package imports NumPy and nothing else, neither kvd nor kvd_client.
 """
 
+from .hashing import hamming, sign_codes
 from .native import available, implementation, select, why_not_native
 from .ops import accumulate, accumulate_blocks, copy_runs, gather, partition, scatter, token_entries
 
@@ -21,10 +22,12 @@ __all__ = [
     "available",
     "copy_runs",
     "gather",
+    "hamming",
     "implementation",
     "partition",
     "scatter",
     "select",
+    "sign_codes",
     "token_entries",
     "why_not_native",
 ]

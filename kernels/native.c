@@ -668,6 +668,11 @@ static PyObject *py_has_avx2(PyObject *self, PyObject *ignored)
 #endif
 }
 
+/* in hamming.c */
+PyObject *kvd_sign_codes(PyObject *self, PyObject *args);
+PyObject *kvd_hamming(PyObject *self, PyObject *args);
+extern const char kvd_sign_codes_doc[], kvd_hamming_doc[];
+
 static PyMethodDef methods[] = {
     {"has_avx2", py_has_avx2, METH_NOARGS, "has_avx2() -> bool: this build and this CPU have AVX2."},
     {"overlap", py_overlap, METH_VARARGS, overlap_doc},
@@ -676,6 +681,8 @@ static PyMethodDef methods[] = {
     {"partition", py_partition, METH_VARARGS, partition_doc},
     {"token_entries", py_token_entries, METH_VARARGS, token_entries_doc},
     {"accumulate", py_accumulate, METH_VARARGS, accumulate_doc},
+    {"sign_codes", kvd_sign_codes, METH_VARARGS, kvd_sign_codes_doc},
+    {"hamming", kvd_hamming, METH_VARARGS, kvd_hamming_doc},
     {NULL, NULL, 0, NULL},
 };
 

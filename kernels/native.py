@@ -52,6 +52,10 @@ class Implementation(Protocol):
         skip_beyond: bool,
     ) -> int: ...
 
+    def sign_codes(self, x: NDArray[np.float32], w: NDArray[np.float32], out: Bytes) -> None: ...
+
+    def hamming(self, q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None: ...
+
 
 class Native:
     """The C extension, with or without its AVX2 functions."""
@@ -111,6 +115,13 @@ class Native:
                 counts,
             ),
         )
+
+    def sign_codes(self, x: NDArray[np.float32], w: NDArray[np.float32], out: Bytes) -> None:
+        self._c.sign_codes(self._avx2, x, w, x.shape[0], *w.shape, out)
+
+    def hamming(self, q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None:
+        rows, group, size = q.shape
+        self._c.hamming(self._avx2, q, k, rows, group, k.shape[1], size, out)
 
 
 def _extension() -> tuple[ModuleType | None, str | None]:

@@ -148,3 +148,26 @@ def accumulate(
     # say).
     np.add.at(counts.reshape(-1), cell[~beyond], 1)
     return -1
+
+
+def sign_codes(x: NDArray[np.float32], w: NDArray[np.float32], out: Bytes) -> None:
+    """Bit b of ``out[i]`` is set where the sum over d of ``x[i, d] * w[d, b]`` is above 0.
+
+    Dimension by dimension, since that is what decides the last bit of a sum, and so a code of a sum near 0.
+    """
+    sums = np.zeros((x.shape[0], w.shape[1]), np.float32)
+    with np.errstate(all="ignore"):  # overflow and NaN are not above 0, or are, as in C
+        for d in range(len(w)):
+            sums += x[:, d, None] * w[d]
+    out[...] = np.packbits(sums > 0, axis=1, bitorder="little")
+
+
+def hamming(q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None:
+    """``out[r, t]`` is the sum over g of the bits in which ``q[r, g]`` and ``k[r, t]`` differ."""
+    out[...] = 0
+    for g in range(q.shape[1]):
+        out += _BITS[q[:, g, None] ^ k].sum(axis=2, dtype=np.int32)
+
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+"""Bits set in each byte."""

@@ -108,6 +108,15 @@ class Selective(_Section, frozen=True, kw_only=True):
     """Folder with profile files; those installed through the API go there too. Empty: none are kept."""
 
 
+class Profile(_Section, frozen=True, kw_only=True):
+    learn: bool = True
+    """Importance follows what this node's decode processes select, and what peers tell."""
+    half_life: str = "64 requests"
+    """After how many requests, or decoded ``tokens``, what was learnt counts one half."""
+    state: str = ""
+    """Folder in which it outlives a restart; empty: systemd's ``StateDirectory``, or else nowhere."""
+
+
 class Fabric(_Section, frozen=True, kw_only=True):
     name: str = "tcp"
     """``tcp``; ``verbs`` for RDMA; ``auto`` for verbs where this host has a device, else tcp."""
@@ -134,6 +143,7 @@ class Config(_Section, frozen=True, kw_only=True):
     memory: Memory = Memory()
     transfer: Transfer = Transfer()
     selective: Selective = Selective()
+    profile: Profile = Profile()
     fabric: Fabric = Fabric()
     log: Log = Log()
 
@@ -180,12 +190,15 @@ def resolve(
     environ: Mapping[str, str] = os.environ,
     host: Host | None = None,
 ) -> Config:
-    """Fill in what depends on the machine: node id, socket, pool, and ``key_file`` as an absolute path.
+    """Fill in what depends on the machine: node id, socket, pool, state, and ``key_file`` as an absolute path.
 
     ``path`` is the file that the configuration came from. ``$KVD_SOCKET`` replaces the socket.
     """
     host = host or Host.read(environ)
     node, api, peers, memory = config.node, config.api, config.peers, config.memory
+    profile = config.profile
+    if not profile.state and (state := environ.get("STATE_DIRECTORY")):
+        profile = replace(profile, state=state.split(":")[0])
     if not node.id:
         node = replace(node, id=host.name)
     if environ.get("KVD_SOCKET") or not api.socket:
@@ -198,7 +211,7 @@ def resolve(
     if not memory.pool:
         half = host.memory // 2 >> 20 << 20
         memory = replace(memory, pool=Size(min(DEFAULT_POOL, half)))
-    return replace(config, node=node, api=api, peers=peers, memory=memory)
+    return replace(config, node=node, api=api, peers=peers, memory=memory, profile=profile)
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from kvd.config import (
 )
 from kvd.errors import ConfigError
 from kvd.host import Host
+from kvd.importance.learning import HalfLife
 from kvd.units import about, format_size
 
 MAX_SOCKET_PATH = 107
@@ -48,6 +49,7 @@ def check(config: Config, host: Host | None = None, *, fabrics: Collection[str] 
         *_peers(config),
         *_memory(config, host),
         *_transfer(config),
+        *_profile(config),
         *_fabric(config, fabrics),
     ]
     return sorted(problems, key=lambda problem: problem.level)
@@ -197,6 +199,18 @@ def _transfer(config: Config) -> Iterator[Problem]:
             f"{transfer.rendezvous_s:g} s is longer than deadline_s ({transfer.deadline_s:g} s), which ends "
             "the wait first",
         )
+
+
+def _profile(config: Config) -> Iterator[Problem]:
+    profile = config.profile
+    try:
+        HalfLife.parse(profile.half_life)
+    except ValueError as error:
+        yield _error("profile.half_life", str(error))
+    if profile.state and not os.path.isabs(profile.state):
+        yield _error("profile.state", f"{profile.state} must be an absolute path")
+    elif profile.learn and profile.state and os.path.exists(profile.state) and not os.path.isdir(profile.state):
+        yield _error("profile.state", f"{profile.state} is no folder; name one, or leave it to StateDirectory=")
 
 
 def _fabric(config: Config, fabrics: Collection[str]) -> Iterator[Problem]:

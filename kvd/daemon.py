@@ -18,13 +18,16 @@ import kvd
 from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
 from kvd.config import Config, read_keys
-from kvd.errors import ShuttingDown
+from kvd.errors import InvalidArgument, ShuttingDown
 from kvd.fabric import choice, registry
 from kvd.fabric.base import Fabric
+from kvd.importance.learning import HalfLife
+from kvd.learnt import Learner
 from kvd.memory.pool import Pool
 from kvd.peers.local import connect_local
 from kvd.peers.manager import Peers, PeersConfig
 from kvd.profiles import Profiles
+from kvd.profiling.files import replace_file
 from kvd.service import Service
 from kvd.transfer.core import Settings, TransferCore
 from kvd.transfer.engine import Engine
@@ -32,13 +35,16 @@ from kvd.transfer.events import DrainRequested, StopRequested
 from kvd.transfer.parties import Session
 from kvd.transfer.policy import Selective
 from kvd.types import NodeId
-from kvd.wire.messages import WIRE_VERSION
+from kvd.wire.messages import WIRE_VERSION, Learnt, PeerMessage
 from kvd_client import protocol as api
 
 log = structlog.get_logger("kvd.daemon")
 
 LAYOUT_VERSION = 1
 """Version of the arrangement of a lease (:mod:`kvd_client.spec`): both daemons compute addresses in it."""
+
+TELL_S, SAVE_S = 1.0, 30.0
+"""How often sources are told what was learnt, and how often it is written down."""
 
 FAREWELL_S = 1.0
 """How long a stopping daemon waits for its last messages to leave."""
@@ -124,6 +130,16 @@ class Daemon:
         )
         selective = config.selective
         self._profiles = Profiles(Path(selective.profiles) if selective.profiles else None)
+        if config.profile.learn:
+            self._profiles.learner = Learner(
+                HalfLife.parse(config.profile.half_life),
+                blocks=selective.blocks,
+                start=self._profiles.start,
+                folder=Path(config.profile.state) if config.profile.state else None,
+                now=time.time(),
+            )
+        self._learning: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         settings = Settings(
             rendezvous_s=config.transfer.rendezvous_s,
             chunk=config.transfer.chunk,
@@ -146,7 +162,7 @@ class Daemon:
             config=_peers_config(config),
             fabric=self._fabric,
             fingerprint={"wire": WIRE_VERSION, "layout": LAYOUT_VERSION, "fabric": self._fabric.name},
-            on_message=self._engine.session_message,
+            on_message=self._peer_message,
             on_fabric_message=self._engine.fabric_message,
             on_lost=self._engine.session_lost,
             log=structlog.get_logger("kvd.peers"),
@@ -184,6 +200,8 @@ class Daemon:
         """Listen to peers and to local processes; raises a KvdError that names the port or path that is taken."""
         await self._peers.start()
         await self._api.start()
+        if self._profiles.learner is not None:
+            self._learning = asyncio.create_task(self._keep_learnt(self._profiles.learner))
         self._pool.prepare(min(self.config.memory.arena, self.config.memory.pool))
         kernels = kvd_kernels.implementation()
         if kernels == "numpy":
@@ -219,6 +237,10 @@ class Daemon:
         left = self.unfinished
         self._engine.submit(StopRequested(ShuttingDown(f"the daemon of node {self.node!r} was stopped; retry")))
         await self._api.close()
+        if self._learning is not None and self._profiles.learner is not None:
+            self._learning.cancel()
+            await asyncio.wait([self._learning, *([self._saving] if self._saving else [])])
+            _save(self._profiles.learner.unsaved())
         try:
             await asyncio.wait_for(self._peers.close(), FAREWELL_S)
         except TimeoutError:
@@ -236,9 +258,36 @@ class Daemon:
         async with self._local_lock:
             if self._local is None:
                 self._local = await connect_local(
-                    self.node, self._loopback, self._engine.session_message, self._engine.fabric_message
+                    self.node, self._loopback, self._peer_message, self._engine.fabric_message
                 )
         return self._local
+
+    def _peer_message(self, session: Session, message: PeerMessage) -> None:
+        """What peers have learnt is no transfer's business; the rest is the engine's."""
+        if not isinstance(message, Learnt):
+            self._engine.session_message(session, message)
+        elif self._profiles.learner is not None:
+            learner = self._profiles.learner
+            try:
+                learner.hear(session.node, message, time.time())
+            except InvalidArgument as error:
+                learner.counters["learnt_refused"] += 1
+                log.warning("what a peer learnt is not used", peer=session.node, reason=error.message)
+
+    async def _keep_learnt(self, learner: Learner) -> None:
+        """Tell the sources what was learnt, and now and then write it down."""
+        saved = time.monotonic()
+        while True:
+            await asyncio.sleep(TELL_S)
+            if learner.waiting:
+                live = {session.node: session for session in self._peers.sessions()}
+                for node, message in learner.outgoing():
+                    if node in live:
+                        live[node].send(message)
+            if time.monotonic() - saved >= SAVE_S:
+                saved = time.monotonic()
+                self._saving = asyncio.create_task(asyncio.to_thread(_save, learner.unsaved()))
+                await asyncio.shield(self._saving)
 
     def summary(self) -> str:
         """One line for ``systemctl status``."""
@@ -260,6 +309,8 @@ class Daemon:
         counters = dict(core.counters)
         counters["bytes_sent"] = self._engine.bytes_sent
         counters["bytes_received"] = self._engine.bytes_received
+        learner = self._profiles.learner
+        counters |= learner.counters if learner is not None else {}
         return api.Status(
             node=self.node,
             boot=self.boot,
@@ -297,7 +348,18 @@ class Daemon:
             counters=counters,
             profiles=self._profiles.installed(),
             recordings=self._profiles.recorded(),
+            learnt=learner.statuses(time.time()) if learner is not None else [],
         )
+
+
+def _save(unsaved: list[tuple[Path, bytes]]) -> None:
+    """Write state files, each in one step."""
+    for path, data in unsaved:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, data)
+        except (OSError, InvalidArgument) as error:
+            log.warning("learnt importance not saved", file=str(path), reason=str(error))
 
 
 def _peers_config(config: Config) -> PeersConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,10 +15,13 @@ import structlog
 from kvd.blocks import block_bounds
 from kvd.errors import Busy, InvalidArgument, InvalidProfile, NotFound
 from kvd.importance.counts import SelectionCounts
+from kvd.importance.matrix import ImportanceMatrix
+from kvd.learnt import Key, Learner
 from kvd.profiling import files
 from kvd.profiling.profile import Profile, ProfileGroup, for_model
 from kvd.profiling.recorder import group_range
 from kvd.transfer.policy import Profiled
+from kvd.types import NodeId
 from kvd_client.protocol import ProfileStatus, RecordingStatus
 from kvd_client.spec import KVSpec
 
@@ -44,9 +48,11 @@ class Profiles:
     """Profiles by model, revision and selector. Replaced by read-copy-update: a running transfer keeps its matrix.
 
     ``folder`` holds the files that are read at the start, and takes those that are installed; None: none are kept.
+    :attr:`learner`, where there is one, knows more than they do from its first report on.
     """
 
     def __init__(self, folder: Path | None) -> None:
+        self.learner: Learner | None = None
         self._folder = folder
         self._profiles: dict[tuple[str, str, str], Profile] = {}
         self._fingerprints: dict[tuple[str, str, str], str] = {}
@@ -79,17 +85,32 @@ class Profiles:
                 ) from None
             files.write(profile, self._folder / _file_name(profile))
         self._take(profile)
+        if self.learner is not None:
+            self.learner.forget((profile.model, profile.revision, profile.selector))
         return profile
+
+    def start(self, key: Key, length: int) -> tuple[ImportanceMatrix, str] | None:
+        """What learning begins with: the installed profile's matrix for a length, and the profile's fingerprint."""
+        profile = self._profiles.get(key)
+        if profile is None:
+            return None
+        return profile.importance.nearest(length).matrix, self._fingerprints[key]
 
     def known(self, spec: KVSpec, selector: str, lengths: tuple[int, ...]) -> Profiled:
         """What is known about transfers of this kind; of a profile for another number of layers or heads, nothing."""
-        profile = self._find(spec, selector)
-        if profile is None or profile.differences(spec):
-            return Profiled()
-        length = max(lengths)
+        profile, length = self._find(spec, selector), max(lengths)
+        if profile is not None and profile.differences(spec):
+            profile = None
+        group = profile.importance.nearest(length) if profile is not None else None
+        learnt = None
+        if self.learner is not None:
+            nearer_than = group.distance(length) if group is not None else math.inf
+            learnt = self.learner.matrix(spec, selector, length, nearer_than=nearer_than)
+        if profile is None or group is None:
+            return Profiled(matrix=learnt)
         timing = profile.timing(spec.entry_bytes)
         return Profiled(
-            matrix=profile.importance.nearest(length).matrix,
+            matrix=learnt or group.matrix,
             prefill_s=timing.prefill_s(length) if timing else 0.0,
             transfer_s=timing.transfer_s(length) * len(lengths) if timing else 0.0,
         )
@@ -104,9 +125,13 @@ class Profiles:
         steps: int,
         counts: bytes,
         blocks: int,
+        asked: bool = True,
+        source: NodeId = "",
+        now: float = 0.0,
     ) -> None:
         """Add what one transfer selected: float32 (layers, blocks), summed over rows, heads and steps.
 
+        The learner learns from it, if there is one, and tells ``source``; what a process ``asked`` for is recorded.
         Raises :class:`InvalidArgument` for counts that can't be, and :class:`Busy` when too many models are recorded.
         """
         if not 1 <= blocks <= 1 << 16 or len(counts) != 4 * spec.layers * blocks or not 1 <= steps <= 1 << 24:
@@ -114,6 +139,20 @@ class Profiles:
                 f"{len(counts)} bytes of counts do not fit {spec.layers} layers, {blocks} blocks and {steps} steps",
                 blocks=blocks,
             )
+        counted = _checked_counts(spec.layers, blocks, counts, lengths, heads * steps)
+        if self.learner is not None:
+            self.learner.report(
+                spec,
+                selector,
+                max(lengths),
+                counted.matrix(),
+                requests=len(lengths) * heads / spec.kv_heads,
+                tokens=float(steps * len(lengths)),
+                source=source,
+                now=now,
+            )
+        if not asked:
+            return
         model = (spec.model, spec.revision, selector)
         key = (*model, group_range(max(lengths))[0])
         # All groups of a profile must fit together, whatever their lengths.
@@ -131,13 +170,17 @@ class Profiles:
             if len(self._recordings) >= MAX_RECORDINGS:
                 raise Busy(f"selections of {MAX_RECORDINGS} models and lengths are being recorded; export and restart")
             recording = _Recording(spec, SelectionCounts(spec.layers, blocks))
-        recording.counts.merge(_checked_counts(spec.layers, blocks, counts, lengths, heads * steps))
+        recording.counts.merge(counted)
         recording.prompts += len(lengths)
         recording.steps += steps * len(lengths)
         self._recordings[key] = recording
 
-    def export(self, model: str, selector: str) -> bytes:
-        """What was recorded for a model and selector, as a profile file; raises :class:`NotFound`."""
+    def export(self, model: str, selector: str, *, learnt: bool = False) -> bytes:
+        """What was recorded for a model and selector, or ``learnt``, as a profile file; raises :class:`NotFound`."""
+        if learnt:
+            if self.learner is None:
+                raise NotFound("this daemon does not learn (profile.learn is false in its configuration)", model=model)
+            return self.learner.export(model, selector)
         found = {key: r for key, r in self._recordings.items() if key[0] == model and key[2] == selector}
         if not found:
             known = sorted({f"{key[0]} ({key[2] or 'no selector'})" for key in self._recordings})

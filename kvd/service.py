@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvd.api.server import Answer, ClientSession
 from kvd.errors import Aborted, InvalidArgument, KvdError, NotFound
+from kvd.importance.prompt import check_shares
 from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
 from kvd.transfer.engine import Engine
 from kvd.transfer.handle import parse_handle
+from kvd.transfer.part import SourcePart
 from kvd.transfer.parties import Session
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
@@ -82,6 +86,8 @@ class Service:
                 return self._fetch(client, request)
             case api.Reject():
                 return self._reject(request)
+            case api.RankBlocks():
+                return self._rank_blocks(client, request)
             case api.InstallProfile():
                 self._install_profile(client, request)
             case api.ReportSelections():
@@ -220,8 +226,16 @@ class Service:
             offset=lease.offset,
             nbytes=lease.nbytes,
             generation=lease.generation,
+            count_blocks=self._count_blocks(request),
         )
         return reply, [lease.fd]
+
+    def _count_blocks(self, request: api.OpenSource | api.OpenSink) -> int:
+        """In how many blocks a process is to count what it selects; 0: it need not."""
+        learner = self._profiles.learner
+        if learner is None or not isinstance(request, api.OpenSink) or not request.landing_entries:
+            return 0
+        return learner.blocks_of(request.spec.layers)
 
     def _remember(self, client: ClientSession, transfer: TransferId, generation: int) -> None:
         opened = _Opened(client, client.take_slot(), generation)
@@ -253,6 +267,17 @@ class Service:
             self._fetches.pop(number, None)
         return api.Ok()
 
+    def _rank_blocks(self, client: ClientSession, request: api.RankBlocks) -> api.Ranked:
+        opened = self._opened.get(request.transfer)
+        if opened is None or opened.client is not client or opened.layout is None:
+            raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
+        shares = _checked_ranking(opened.layout, request)
+        self._engine.submit(ev.BlocksRanked(request.transfer, request.layer, shares, request.weight))
+        part = self._engine.core.parts.get(request.transfer)
+        if not isinstance(part, SourcePart) or part.ended:
+            return api.Ranked(wanted=False)
+        return api.Ranked(wanted=part.queue is None or part.queue.policy.rankable)
+
     def _install_profile(self, client: ClientSession, request: api.InstallProfile) -> None:
         if request.offset == 0:
             self._uploads[client.id] = bytearray()  # whatever an earlier attempt left
@@ -272,7 +297,7 @@ class Service:
 
     def _export_profile(self, client: ClientSession, request: api.ExportProfile) -> api.ProfileData:
         data = self._downloads.pop(client.id, b"") if request.offset > 0 else b""
-        data = data or self._profiles.export(request.model, request.selector)
+        data = data or self._profiles.export(request.model, request.selector, learnt=request.learnt)
         stop = max(0, request.offset) + PROFILE_PIECE
         if stop < len(data):
             self._downloads[client.id] = data
@@ -291,6 +316,9 @@ class Service:
             steps=request.steps,
             counts=request.counts,
             blocks=request.blocks,
+            asked=request.asked,
+            source=self._engine.core.parts[request.transfer].peer,
+            now=time.time(),
         )
 
     def _set_wake(self, client: ClientSession) -> None:
@@ -315,6 +343,24 @@ class Service:
             opened.slot, opened.state, opened.generation & 0xFFFFFFFF, opened.progress, opened.bytes_done
         )
         opened.client.wake()
+
+
+def _checked_ranking(layout: PartLayout, request: api.RankBlocks) -> npt.NDArray[np.float32]:
+    """The shares of a ranking, (rows, blocks); raises what is wrong with it."""
+    if not 0 <= request.layer < layout.layers:
+        raise InvalidArgument(
+            f"a ranking names layer {request.layer}, but the transfer has layers 0 to {layout.layers - 1}",
+            layer=request.layer,
+        )
+    if request.blocks < 1 or len(request.shares) != 4 * layout.rows * request.blocks:
+        raise InvalidArgument(
+            f"a ranking has {len(request.shares)} bytes; it needs 4 for each of {layout.rows} rows and "
+            f"{request.blocks} blocks",
+            blocks=request.blocks,
+        )
+    shares = np.frombuffer(request.shares, np.float32).reshape(layout.rows, request.blocks)
+    check_shares(shares, request.weight)
+    return shares
 
 
 def _check_fetch(layout: PartLayout, request: api.Fetch) -> None:

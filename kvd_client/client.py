@@ -90,14 +90,16 @@ class Client:
         with self._profile_lock:
             self._call(upload)
 
-    def export_profile(self, model: str, selector: str = "") -> bytes:
+    def export_profile(self, model: str, selector: str = "", *, learnt: bool = False) -> bytes:
         """The profile file of what processes reported to the daemon for a model and selector, as they named them when
-        they opened their transfers. Raises :class:`NotFound`, with the names that there are."""
+        they opened their transfers; with ``learnt`` of what it has learnt by itself, and uses for new transfers. Raises
+        :class:`NotFound`, with the names that there are."""
 
         def download(connection: Connection) -> bytes:
             data = bytearray()
             while True:
-                reply, _ = connection.request(ExportProfile(model=model, selector=selector, offset=len(data)))
+                ask = ExportProfile(model=model, selector=selector, offset=len(data), learnt=learnt)
+                reply, _ = connection.request(ask)
                 if not isinstance(reply, ProfileData) or not reply.data:
                     raise ProtocolError(f"the daemon answered an export with {type(reply).__name__} of no bytes")
                 data += reply.data
@@ -215,7 +217,7 @@ class Client:
             deadline_s=deadline_s,
         )
         connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
-        return DecodeTransfer(connection, part, layout, lengths, ranges)
+        return DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
 
     @staticmethod
     def _layout(

@@ -63,11 +63,11 @@ _live: weakref.WeakSet[Connection] = weakref.WeakSet()
 class Part:
     """One open transfer, as the connection knows it: its numbers, its memory, and how it ended."""
 
-    __slots__ = ("__weakref__", "ended", "handle", "mapping", "nbytes", "released", "slot", "transfer")
+    __slots__ = ("__weakref__", "count_blocks", "ended", "handle", "mapping", "nbytes", "released", "slot", "transfer")
 
     def __init__(self, opened: Opened, mapping: Mapping) -> None:
         self.transfer, self.handle, self.slot = opened.transfer, opened.handle, opened.slot
-        self.nbytes = opened.nbytes
+        self.nbytes, self.count_blocks = opened.nbytes, opened.count_blocks
         self.mapping = mapping
         self.ended: Ended | None = None
         self.released = False

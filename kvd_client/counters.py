@@ -23,6 +23,9 @@ class SelectionCounters:
     """Those of them that came from the source on demand."""
     wait_s: npt.NDArray[np.float64]
     """Seconds for which nothing was left to do but to wait for fetches."""
+    fetch_s: npt.NDArray[np.float64]
+    """Seconds from the request of each fetch until its answer was seen, added up: what of it was not waited for was
+    hidden behind other work."""
 
     def since(self, earlier: SelectionCounters) -> SelectionCounters:
         """What came on top of ``earlier``, of the same transfer: a decode step's share."""
@@ -35,6 +38,12 @@ class SelectionCounters:
         return SelectionCounters(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     @property
+    def overlap(self) -> float | None:
+        """The share of the fetches' time that was hidden behind other work; None without fetches."""
+        took = float(self.fetch_s.sum())
+        return 1 - min(float(self.wait_s.sum()) / took, 1.0) if took else None
+
+    @property
     def on_demand_ratio(self) -> float:
         """Entries fetched / entries selected, layers 0 and 1 left out; 0 where nothing was selected."""
         selected = int(self.selected[ALWAYS_LAYERS:].sum())
@@ -44,4 +53,4 @@ class SelectionCounters:
 def no_selections(layers: int) -> SelectionCounters:
     """Counters of a transfer at its beginning."""
     selects, selected, fetched = np.zeros((3, layers), np.int64)
-    return SelectionCounters(selects, selected, fetched, np.zeros(layers, np.float64))
+    return SelectionCounters(selects, selected, fetched, *np.zeros((2, layers), np.float64))

@@ -39,6 +39,8 @@ class DecodeTransfer(Transfer):
         layout: PartLayout,
         lengths: Sequence[int],
         held: Sequence[TokenRange],
+        *,
+        count_blocks: int = 0,
     ) -> None:
         super().__init__(connection, part, layout, lengths)
         self._held = tuple(held)
@@ -46,6 +48,8 @@ class DecodeTransfer(Transfer):
         self._puts = 0
         self._missing = dict.fromkeys(range(layout.layers))  # an ordered set of the layers not known to be complete
         self._lanes: Lanes | None = None
+        self._count_blocks = count_blocks
+        """The daemon wants to know what is selected, in so many blocks."""
 
     def mask(self, layer: int) -> Mask:
         """The layer's mask: int8 (rows, capacity), 0 padding, 1 local, 2 remote; a view that changes as data comes."""
@@ -223,7 +227,7 @@ class DecodeTransfer(Transfer):
             from kvd_client.lanes import Lanes  # here, since it loads the kernels
 
             with self._lock:
-                self._lanes = self._lanes or Lanes(self)
+                self._lanes = self._lanes or Lanes(self, self._count_blocks)
         return self._lanes
 
     def begin_fetch(self, layer: int, slot: int, counts: Index, index: Index) -> FetchHandle:
@@ -283,7 +287,8 @@ class DecodeTransfer(Transfer):
 
     def count_selections(self, blocks: int) -> None:
         """From now on count how often the entries of each of ``blocks`` KV blocks are selected, for profiles; the
-        counts go to the daemon with :meth:`report_selections`, or at release."""
+        counts go to the daemon with :meth:`report_selections`, or at release. A daemon that learns has every transfer
+        count for it, without this; what is asked for here can be recorded as a profile besides."""
         self._check(0)
         self.lanes.count_blocks(blocks)
 

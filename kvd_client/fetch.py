@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvd_client.connection import Connection, Part, raise_if_failed
@@ -25,6 +26,9 @@ class FetchHandle:
         self._part = part
         self._error: KvdError | None = None
         self._answered = self._forgotten = False
+        self._sent_at = time.monotonic()
+        self.took_s = 0.0
+        """Seconds from the request until the answer was seen, once it was."""
         self._number = connection.submit(
             Fetch(transfer=part.transfer, layer=layer, slot=slot, counts=counts.tobytes(), index=index.tobytes())
         )
@@ -50,6 +54,7 @@ class FetchHandle:
         elif not isinstance(reply, Ok):
             self._error = ProtocolError(f"the daemon answered a fetch with {type(reply).__name__}")
         self._answered = True
+        self.took_s = time.monotonic() - self._sent_at
         return True
 
     @property

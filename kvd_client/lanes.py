@@ -54,6 +54,7 @@ class PendingSelection:
         self._remote = column < counts[:, None]
         self._local = ~self._remote
         self._nothing = None
+        self.short = short
         if short:
             self._nothing = index == NOTHING
             self._local &= ~self._nothing
@@ -141,7 +142,7 @@ class Lanes:
     """What the selections of one :class:`DecodeTransfer` share. Any thread may use it; two selections at a time need
     two slots."""
 
-    def __init__(self, transfer: DecodeTransfer) -> None:
+    def __init__(self, transfer: DecodeTransfer, count_blocks: int = 0) -> None:
         self.layout, self.lengths = transfer.layout, transfer.lengths
         self._transfer = transfer
         self._lock = threading.Lock()
@@ -155,6 +156,11 @@ class Lanes:
         self._blocks: npt.NDArray[np.int64] | None = None
         """(layers, M) selections, since the last report."""
         self._counted = np.zeros(self.layout.layers, np.int64)
+        self._asked = False
+        """Whether the process wants these counts, and not only the daemon."""
+        self._lengths = np.asarray(self.lengths, np.int64)
+        if count_blocks:
+            self._blocks = np.zeros((self.layout.layers, count_blocks), np.int64)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -375,12 +381,12 @@ class Lanes:
             counters.selected[layer] += int((index != NOTHING).sum())
             counters.fetched[layer] += int(selection.counts.sum())
             counters.wait_s[layer] += waited
+            counters.fetch_s[layer] += selection.fetch.took_s if selection.fetch is not None else 0.0
             if self._blocks is None:
                 return
-            lengths = np.asarray(self.lengths, np.int64)
-            if (index == NOTHING).any():
+            if selection.short:
                 index = np.where(index == NOTHING, np.iinfo(np.int32).max, index).astype(np.int32)
-            accumulate_blocks(index, self._blocks[layer], lengths, beyond="skip")
+            accumulate_blocks(index, self._blocks[layer], self._lengths, beyond="skip")
             self._counted[layer] += 1
 
     def count_blocks(self, blocks: int) -> None:
@@ -394,6 +400,7 @@ class Lanes:
         with self._lock:
             self._blocks = np.zeros((layers, blocks), np.int64)
             self._counted[:] = 0
+            self._asked = True
 
     def report(self) -> None:
         with self._lock:
@@ -407,5 +414,6 @@ class Lanes:
             blocks=counts.shape[1],
             steps=steps,
             counts=counts.astype("<f4").tobytes(),
+            asked=self._asked,
         )
         self._transfer._connection.request(message)

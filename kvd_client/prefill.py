@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvd_client.arrays import items_of
@@ -15,6 +16,7 @@ from kvd_client.protocol import (
     EVENT_METADATA_READY,
     SLOT_DELIVERED,
     Finish,
+    RankBlocks,
 )
 
 if TYPE_CHECKING:
@@ -120,6 +122,29 @@ class PrefillTransfer(Transfer):
         if not self.layout.metadata:
             raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
         self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
+
+    def rank(self, layer: int, shares: Any, *, weight: float = 3 / 4) -> bool:
+        """Say what the prompt's last queries would select of a layer, which sorts what is unsent of it.
+
+        ``shares``: (rows, blocks), for any number of blocks of equal size (relative positions, as profiles have them)
+        the share of what could have been selected there, 0 to 1. ``weight`` is what that counts against the profile.
+        Changes the order only; the profile's holds until then. False where the transfer's mode has no order to change,
+        so that further rankings are of no use.
+
+        Raises :class:`InvalidArgument` for a layer or numbers that make no sense.
+        """
+        self._check(layer)
+        array = np.ascontiguousarray(shares, np.float32)
+        if array.ndim != 2 or len(array) != self.layout.rows:
+            raise InvalidArgument(
+                f"a ranking has shape (rows, blocks), here ({self.layout.rows}, blocks), not {array.shape}",
+                layer=layer,
+            )
+        message = RankBlocks(
+            transfer=self.id, layer=layer, blocks=array.shape[1], shares=array.tobytes(), weight=weight
+        )
+        reply, _ = self._connection.request(message)
+        return bool(getattr(reply, "wanted", False))
 
     def finish(self, wait: bool = True, timeout_s: float | None = None) -> None:
         """Say that every token of every layer has been rung, and wait until all is delivered.

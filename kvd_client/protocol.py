@@ -138,6 +138,19 @@ class Fetch(Message, tag="fetch"):
     """int32, sum(counts) token positions."""
 
 
+class RankBlocks(Message, tag="rank_blocks"):
+    """Source: what the prompt's last queries would select of a layer; sorts what is unsent of it. Answered by
+    :class:`Ranked`."""
+
+    transfer: int
+    layer: int
+    blocks: int
+    shares: bytes
+    """float32, rows * blocks: 0 to 1, the share of what could have been selected in the block."""
+    weight: float
+    """0 to 1, against the profile."""
+
+
 class InstallProfile(Message, tag="install_profile"):
     """A piece of a profile file; with ``last``, the file is checked and takes effect for new transfers."""
 
@@ -155,6 +168,8 @@ class ReportSelections(Message, tag="report_selections"):
     """Decode steps counted."""
     counts: bytes
     """float32, layers * blocks: entries selected, summed over rows, heads and steps."""
+    asked: bool = True
+    """The process wants a profile recorded; else the daemon wanted to learn (:attr:`Opened.count_blocks`)."""
 
 
 class ExportProfile(Message, tag="export_profile"):
@@ -163,6 +178,8 @@ class ExportProfile(Message, tag="export_profile"):
     model: str
     selector: str = ""
     offset: int = 0
+    learnt: bool = False
+    """What the daemon uses for new transfers, instead of what processes asked it to record."""
 
 
 class Reject(Message, tag="reject"):
@@ -202,11 +219,21 @@ class Opened(Message, tag="opened"):
     """Where the lease begins in the memfd: a multiple of the page size."""
     nbytes: int
     generation: int
+    count_blocks: int = 0
+    """Sink: count selections in so many KV blocks, and report them at the release: the daemon learns from them. 0: it
+    does not."""
     descriptors: int = 1
 
 
 class Ok(Message, tag="ok"):
     """Done."""
+
+
+class Ranked(Message, tag="ranked"):
+    """Answer to :class:`RankBlocks`."""
+
+    wanted: bool
+    """False where the transfer's mode has no order that a ranking changes: further ones need not be made."""
 
 
 class ProfileData(Message, tag="profile_data"):
@@ -299,6 +326,27 @@ class RecordingStatus(msgspec.Struct, kw_only=True):
     steps: int
 
 
+class LearntStatus(msgspec.Struct, kw_only=True):
+    """What the daemon has learnt of a model's prompts of about one length."""
+
+    model: str
+    revision: str
+    selector: str
+    low: int
+    high: int
+    """Excluded."""
+    requests: float
+    """That it has learnt from."""
+    heard: float
+    """Those of them that peers told of."""
+    tokens: float
+    """Decoded by them."""
+    filled: float
+    """The share of the memory that the half-life allows; 1 where learning began with a profile."""
+    age_s: float
+    """Since the last of them."""
+
+
 class Status(Message, tag="status"):
     """The daemon at one moment."""
 
@@ -322,6 +370,7 @@ class Status(Message, tag="status"):
     counters: dict[str, int]
     profiles: list[ProfileStatus] = []
     recordings: list[RecordingStatus] = []
+    learnt: list[LearntStatus] = []
 
 
 Request = (
@@ -333,12 +382,13 @@ Request = (
     | Abort
     | Fetch
     | Reject
+    | RankBlocks
     | InstallProfile
     | ReportSelections
     | ExportProfile
     | GetStatus
 )
-Reply = Welcome | Opened | Ok | Failure | Ended | ProfileData | Status
+Reply = Welcome | Opened | Ok | Failure | Ended | Ranked | ProfileData | Status
 
 
 # --- framing ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``kvd profile install``, and recording from a running daemon."""
+"""``kvd profile install`` and ``export``, and recording from a running daemon."""
 
 from __future__ import annotations
 
@@ -40,14 +40,41 @@ def install(
     typer.echo(f"  sha256    {fingerprint(profile)}")
 
 
-def export(model: str, selector: str, socket: str | None) -> Profile:
-    """What the running daemon has recorded; raises :class:`~kvd.errors.NotFound` with the names that there are."""
+def export_learnt(
+    model: Annotated[
+        str, typer.Option("--model-id", metavar="M", help="The model's name in transfers.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Profile file to write.", show_default=False)
+    ],
+    selector: Annotated[
+        str, typer.Option("--selector", metavar="S", help="KV selection algorithm. [default: none named]")
+    ] = "",
+    socket: Socket = None,
+) -> None:
+    """Write what the running daemon has learnt, and uses for new transfers, as a profile file.
+
+    kvd status lists what there is. Exit code: 1 nothing has been learnt of that model.
+    """
+    from kvd.profiling.files import fingerprint, write
+
+    profile = export(model, selector, socket, learnt=True)
+    write(profile, output)
+    typer.echo(printable(f"{output}: written, learnt from {sum(g.samples for g in profile.groups)} requests"))
+    for line in described(profile):
+        typer.echo(line)
+    typer.echo(f"  sha256    {fingerprint(profile)}")
+
+
+def export(model: str, selector: str, socket: str | None, *, learnt: bool = False) -> Profile:
+    """What the running daemon has recorded, or learnt; raises :class:`~kvd.errors.NotFound` with the names it has."""
     from kvd.cli.status import find_socket
     from kvd.profiling.files import decode
     from kvd_client import Client
 
-    with Client(find_socket(socket, None), name="kvd profile record") as client:
-        return decode(client.export_profile(model, selector), "what the daemon recorded")
+    with Client(find_socket(socket, None), name="kvd profile") as client:
+        what = "what the daemon learnt" if learnt else "what the daemon recorded"
+        return decode(client.export_profile(model, selector, learnt=learnt), what)
 
 
 def described(profile: Profile) -> list[str]:

@@ -18,7 +18,15 @@ from kvd.errors import ConfigError
 from kvd.host import SYSTEM_SOCKET, Host
 from kvd.units import about
 from kvd_client import Client
-from kvd_client.protocol import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, Status, TransferStatus
+from kvd_client.protocol import (
+    LearntStatus,
+    MemoryStatus,
+    PeerStatus,
+    ProfileStatus,
+    RecordingStatus,
+    Status,
+    TransferStatus,
+)
 
 EXIT_OK, EXIT_DEGRADED = 0, 1
 BAR = 20
@@ -102,6 +110,9 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     if found.recordings:
         yield ""
         yield from _recordings(found.recordings, width)
+    if found.learnt:
+        yield ""
+        yield from _learnt(found.learnt, width)
 
 
 def _field(name: str, items: Sequence[str], width: int) -> Iterator[str]:
@@ -168,6 +179,8 @@ def _selective(part: TransferStatus, width: int) -> Iterator[str]:
     for name, unit in (("fetches", "fetch"), ("windows", "idle window")):
         if count := part.paths.get(name, 0):
             items.append(f"{count} {unit}{('es' if name == 'fetches' else 's') * (count != 1)}")
+    if count := part.paths.get("ranked", 0):
+        items.append(f"{count} ranking{'s' * (count != 1)} by the prompt")
     return filled([f"{part.mode}: {items[0]}", *items[1:]] if items else [part.mode], width)
 
 
@@ -205,6 +218,15 @@ def _recordings(recordings: Sequence[RecordingStatus], width: int) -> Iterator[s
         name = _model(one.model, one.revision)
         rows.append((name, one.selector or "-", f"{one.low}-{one.high - 1}", str(one.prompts), str(one.steps)))
     yield from columns(rows, right=(3, 4), give=(0, 1), width=width)
+
+
+def _learnt(learnt: Sequence[LearntStatus], width: int) -> Iterator[str]:
+    rows = [("LEARNT", "SELECTOR", "PROMPT TOKENS", "REQUESTS", "OF PEERS", "LAST")]
+    for one in learnt:
+        name = _model(one.model, one.revision)
+        counts = f"{one.requests:.0f}", f"{one.heard:.0f}", f"{duration(one.age_s)} ago"
+        rows.append((name, one.selector or "-", f"{one.low}-{one.high - 1}", *counts))
+    yield from columns(rows, right=(3, 4, 5), give=(0, 1), width=width)
 
 
 def _model(model: str, revision: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -129,13 +129,9 @@ class ImportanceMatrix:
             raise InvalidArgument(f"a layer can't be cut into {blocks} blocks; give at least one", blocks=blocks)
         if blocks == self.blocks:
             return self
-        sums = np.zeros((self.layers, self.blocks + 1))
-        np.cumsum(self.values[ALWAYS_LAYERS:], axis=1, dtype=np.float64, out=sums[ALWAYS_LAYERS:, 1:])
-        edges = np.arange(blocks + 1) * self.blocks / blocks
-        below = np.minimum(edges.astype(np.int64), self.blocks - 1)
-        at_edges = sums[:, below] + (edges - below) * (sums[:, below + 1] - sums[:, below])
-        # Rounding may leave a difference of equal sums just below zero.
-        return ImportanceMatrix(np.maximum(np.diff(at_edges, axis=1), 0) * (blocks / self.blocks))
+        values = np.zeros((self.layers, blocks))
+        values[ALWAYS_LAYERS:] = resampled_columns(self.values[ALWAYS_LAYERS:], blocks)
+        return ImportanceMatrix(values)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
@@ -150,3 +146,16 @@ class ImportanceMatrix:
                 shape=list(among.shape),
             )
         return among
+
+
+def resampled_columns(values: npt.NDArray[Any], blocks: int) -> npt.NDArray[np.float64]:
+    """``values`` (n, M) over another number of blocks, each the mean of what it covers."""
+    rows, before = values.shape
+    sums = np.zeros((rows, before + 1))
+    np.cumsum(values, axis=1, dtype=np.float64, out=sums[:, 1:])
+    edges = np.arange(blocks + 1) * before / blocks
+    below = np.minimum(edges.astype(np.int64), before - 1)
+    at_edges = sums[:, below] + (edges - below) * (sums[:, below + 1] - sums[:, below])
+    # Rounding may leave a difference of equal sums just below zero.
+    found: npt.NDArray[np.float64] = np.maximum(np.diff(at_edges, axis=1), 0) * (blocks / before)
+    return found

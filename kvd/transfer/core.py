@@ -119,6 +119,7 @@ _EVENTS: dict[type, Callable[[Book, Any, float], None]] = {
     ev.PartOpened: processes.on_part_opened,
     ev.LayerReady: processes.on_layer_ready,
     ev.MetadataReady: processes.on_metadata_ready,
+    ev.BlocksRanked: processes.on_blocks_ranked,
     ev.SourceFinished: processes.on_source_finished,
     ev.IdleWindow: on_demand.on_idle_window,
     ev.FetchRequested: on_demand.on_fetch_requested,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.errors import KvdError
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
@@ -58,6 +61,17 @@ class MetadataReady:
 
     transfer: TransferId
     layer: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BlocksRanked:
+    """The source's process knows what the prompt's last queries select of a layer."""
+
+    transfer: TransferId
+    layer: int
+    shares: npt.NDArray[np.float32]
+    """(rows, blocks): 0 to 1, as :func:`kvd.importance.prompt.combined` takes them."""
+    weight: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,6 +227,7 @@ Event: TypeAlias = (
     PartOpened
     | LayerReady
     | MetadataReady
+    | BlocksRanked
     | IdleWindow
     | FetchRequested
     | FetchServed

@@ -88,6 +88,10 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
     part.mode = policy.mode
     part.paths["budget_tokens"] = policy.budget_tokens
     part.queue = SendQueue(part.layout, part.lengths, policy, held=tuple(message.held), windows=part.spec.windows)
+    for ranking in part.rankings.values():
+        if part.queue.rank(ranking.layer, ranking.shares, ranking.weight):
+            part.paths["ranked"] += 1
+    part.rankings.clear()
     part.queue.add(part.ready.all())
     if part.finished:
         part.queue.finish()

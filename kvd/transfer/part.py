@@ -25,7 +25,7 @@ import dataclasses
 import enum
 
 from kvd.mask import IntervalSet
-from kvd.transfer.events import ClientId, FetchRequested, SessionId
+from kvd.transfer.events import BlocksRanked, ClientId, FetchRequested, SessionId
 from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rate import IdleTime
 from kvd.types import NodeId, Role, TransferId
@@ -93,6 +93,8 @@ class SourcePart(Part):
     """Layers whose metadata is complete."""
     metadata_queue: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Those to be sent yet."""
+    rankings: dict[int, BlocksRanked] = dataclasses.field(default_factory=dict)
+    """By layer, what came before there was a queue to sort."""
     idle: IdleTime = dataclasses.field(default_factory=IdleTime)
     early: list[Fetch] = dataclasses.field(default_factory=list)
     """Fetches of layers that are not ready yet: they can overtake the ring's last events."""

@@ -85,7 +85,15 @@ def choose_policy(
             budget_tokens=budget * sum(lengths) // blocks,
         )
     classes, _ = _classes(matrix.ranks(), layers * blocks, count)
-    return Policy(mode=mode, classes=classes, until_finish=True, share=share, adaptive=adaptive)
+    return Policy(
+        mode=mode,
+        classes=classes,
+        until_finish=True,
+        share=share,
+        adaptive=adaptive,
+        importance=matrix.values if known.matrix is not None else None,
+        rankable=mode != "partial",
+    )
 
 
 def _classes(ranks: npt.NDArray[np.int64], budget: int, count: int) -> tuple[npt.NDArray[np.int16], int]:

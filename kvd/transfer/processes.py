@@ -17,6 +17,10 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import ReadyTokens
 from kvd.types import Role, TransferId
 
+MAX_RANKED = 1 << 22
+"""Most numbers of rankings that a part keeps before it is paired; those of later layers are dropped, since they only
+make the order better."""
+
 
 def check_open(book: Book, event: ev.PartOpened) -> None:
     """Raise what forbids this part to be opened, before memory is taken for it. Changes nothing."""
@@ -137,6 +141,19 @@ def on_metadata_ready(book: Book, event: ev.MetadataReady, now: float) -> None:
         if part.queue is not None:
             part.metadata_queue.append(event.layer)
             work_added(book, part)
+
+
+def on_blocks_ranked(book: Book, event: ev.BlocksRanked, now: float) -> None:
+    part = book.parts.get(event.transfer)
+    if not isinstance(part, SourcePart) or part.ended:
+        return
+    if part.queue is None:
+        cells = sum(each.shares.size for each in part.rankings.values())
+        if event.layer in part.rankings or cells + event.shares.size <= MAX_RANKED:
+            part.rankings[event.layer] = event
+    elif part.queue.rank(event.layer, event.shares, event.weight):
+        # Nothing becomes or ceases to be allowed to go, so there is nothing to submit.
+        part.paths["ranked"] += 1
 
 
 def on_source_finished(book: Book, event: ev.SourceFinished, now: float) -> None:

@@ -3,21 +3,24 @@
 Tokens become ready by layer and range, in any order and more than once (chunked prefill, retries of an engine); each
 is handed out exactly once, and what the sink holds already never. Work is sorted into classes, the first class first;
 within one class by layer and position, so that neighbours are sent as one run. A :class:`Policy` says which class a
-KV block belongs to, which classes may go while prefill runs, and how fast the rest may go afterwards.
+KV block belongs to, which classes may go while prefill runs, and how fast the rest may go afterwards. What prefill
+finds out about the prompt on its way sorts a layer anew (:meth:`SendQueue.rank`): the order of what is unsent, never
+whether something is sent.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.blocks import block_bounds, blocks_touched, window_start
 from kvd.errors import InvalidArgument
-from kvd.importance.matrix import ALWAYS_LAYERS
+from kvd.importance.matrix import ALWAYS_LAYERS, resampled_columns
+from kvd.importance.prompt import Scale, Values, combined
 from kvd.mask import IntervalSet
+from kvd.transfer.work import Work
 from kvd.types import Path
 from kvd_client.spec import PartLayout, TokenRange
 
@@ -103,6 +106,10 @@ class Policy:
     adaptive: bool = False
     """Speculative path: once a window has been signalled, go on without waiting for more; the link's bound on delay is
     the limit."""
+    importance: Values | None = None
+    """Shape (layers, blocks): the profile's, where there is one."""
+    rankable: bool = False
+    """Whether what the prompt's queries select changes the order."""
     budget_tokens: int = 0
     """For status: tokens (summed over layers) that the budget allowed; 0: no budget."""
 
@@ -130,10 +137,13 @@ class SendQueue:
             self._held.setdefault(piece.row, IntervalSet()).add(piece.start, piece.stop)
         self._windows = windows
         self._bounds: dict[int, npt.NDArray[np.int64]] = {}
-        self._proactive: list[tuple[int, int, int, int, int]] = []
-        """Heap of (class, layer, row, start, stop)."""
-        self._rest: list[tuple[int, int, int, int, int]] = []
-        """The same, for what may only go speculatively."""
+        self._proactive = Work()
+        self._rest = Work()
+        """What may only go speculatively."""
+        self._scale: Scale | None = None
+        """Of the policy's classes; made when the first layer is ranked."""
+        self._ranked: dict[int, npt.NDArray[np.int16]] = {}
+        """By layer, (rows, blocks): the classes of a layer that was ranked, instead of the policy's."""
         self._finished = False
         self._quota = 0.0
 
@@ -149,10 +159,43 @@ class SendQueue:
         that decode needs whole."""
         if self.policy.until_finish and not self._finished:
             self._finished = True
-            self._rest += [item for item in self._proactive if item[1] >= ALWAYS_LAYERS]
-            self._proactive = [item for item in self._proactive if item[1] < ALWAYS_LAYERS]
-            heapq.heapify(self._rest)
-            heapq.heapify(self._proactive)
+            self._proactive.move_layers(ALWAYS_LAYERS, self._rest)
+
+    def rank(self, layer: int, shares: Values, weight: float) -> bool:
+        """What the prompt's last queries would select of a layer: sort what is unsent of it, and what becomes ready
+        later, by that and the profile (:func:`kvd.importance.prompt.combined`). ``shares``: float32 (rows, blocks) with
+        any number of blocks.
+
+        False, with nothing changed, where the order is not importance's to choose: full transfer, the paper's fixed
+        budget, layers 0 and 1. What has been handed out stays so, and no path gains or loses a token.
+        """
+        policy = self.policy
+        if not policy.rankable or policy.classes is None or layer < ALWAYS_LAYERS:
+            return False
+        blocks = policy.classes.shape[1]
+        if shares.shape[1] != blocks:
+            shares = np.minimum(resampled_columns(shares, blocks), 1).astype(np.float32)
+        profile = None if policy.importance is None else policy.importance[layer]
+        found = combined(profile, shares, weight)
+        self._ranked[layer] = self._scale_for(found).classes(found)
+        for work in (self._proactive, self._rest):
+            for _, (row, start, stop) in work.take_layer(layer):
+                self.pending_tokens -= stop - start
+                self._enqueue(layer, row, start, stop)
+        return True
+
+    def _scale_for(self, values: Values) -> Scale:
+        """That of the profile's classes, or without a profile one made of the first ranked layer: layers resemble each
+        other more than nothing does."""
+        if self._scale is None:
+            assert self.policy.classes is not None
+            classes = self.policy.classes
+            if self.policy.importance is not None:
+                self._scale = Scale.of_classes(self.policy.importance, classes)
+            else:
+                first, last = int(classes[:ALWAYS_LAYERS].max()), int(classes.max())
+                self._scale = Scale.of_values(values, last - first + 1, first)
+        return self._scale
 
     def window(self) -> None:
         """A decode attention layer has begun: so much more may go. Unused shares of one iteration are kept, no more,
@@ -177,17 +220,17 @@ class SendQueue:
         path = self.path
         if path is None:
             return []
-        heap = self._proactive if path is Path.PROACTIVE else self._rest
+        work = self._proactive if path is Path.PROACTIVE else self._rest
         room = max(1, max_bytes // self.layout.token_bytes)
         if path is Path.SPECULATIVE and not self.policy.adaptive:
             room = min(room, int(self._quota))
         taken: dict[int, list[TokenRange]] = {}
         count = ranges = 0
-        while heap and count < room and ranges < MAX_RANGES:
-            rank, layer, row, start, stop = heapq.heappop(heap)
+        while work and count < room and ranges < MAX_RANGES:
+            rank, layer, (row, start, stop) = work.pop()
             end = min(stop, start + room - count)
             if end < stop:
-                heapq.heappush(heap, (rank, layer, row, end, stop))
+                work.push(rank, layer, (row, end, stop))
             pieces = taken.setdefault(layer, [])
             if pieces and pieces[-1].row == row and pieces[-1].stop == start:
                 pieces[-1] = TokenRange(row, pieces[-1].start, end)
@@ -218,7 +261,8 @@ class SendQueue:
         if bounds is None:
             bounds = self._bounds[length] = block_bounds(length, blocks)
         first, last = blocks_touched(length, blocks, start, stop)
-        classes = policy.classes[layer, first:last]
+        ranked = self._ranked.get(layer)
+        classes = (policy.classes[layer] if ranked is None else ranked[row])[first:last]
         # Neighbours of one class are one run; a chunk of prefill may end within a block.
         edges = np.flatnonzero(np.diff(classes)) + 1
         firsts = np.concatenate(([0], edges))
@@ -233,7 +277,7 @@ class SendQueue:
         limit = self.policy.proactive_classes
         in_time = not (self.policy.until_finish and self._finished)
         proactive = layer < ALWAYS_LAYERS or (in_time and (limit is None or rank < limit))
-        heapq.heappush(self._proactive if proactive else self._rest, (rank, layer, row, start, stop))
+        (self._proactive if proactive else self._rest).push(rank, layer, (row, start, stop))
         self.pending_tokens += stop - start
 
 

@@ -144,6 +144,33 @@ class Idle(WireMessage, tag="idle"):
     windows: int
 
 
+LEARNT_VERSION = 1
+"""Of what :class:`Learnt` means; a message of another version is dropped."""
+
+
+class Learnt(WireMessage, tag="learnt"):
+    """Sink to source: what requests with prompts of ``low`` to ``2 * low - 1`` tokens have selected, on average; the
+    source's importance is to follow it. About no transfer, and not answered."""
+
+    model: str
+    revision: str
+    selector: str
+    layers: int
+    kv_heads: int
+    entry_bytes: int
+    low: int
+    """A power of two."""
+    blocks: int
+    requests: float
+    tokens: float
+    """Decoded by these requests."""
+    scale: float
+    rates: bytes
+    """uint8, layers * blocks: 255 * sqrt(rate / scale), where rate is the share of its chances in which an entry of the
+    block was selected."""
+    version: int = LEARNT_VERSION
+
+
 class Ping(WireMessage, tag="ping"):
     """Liveness; answered by :class:`Pong` with the same number."""
 
@@ -167,6 +194,7 @@ PeerMessage = (
     | Fetch
     | FetchFailed
     | Idle
+    | Learnt
     | Ping
     | Pong
 )

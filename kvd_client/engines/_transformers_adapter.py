@@ -1,22 +1,23 @@
 """Everything that depends on how one range of transformers releases looks inside (tried: 5.18.0 and
 5.24.0).
 
-Three places let us in. ``Cache.update`` is called once a layer with that layer's post-RoPE K and V, just
-before its attention; an attention function can be registered by name and sees ``module.layer_idx`` and
-every keyword that the model was called with; and a name without a mask function of its own makes the models
-build no mask at all.
+Four places let us in. ``Cache.update`` is called once a layer with that layer's post-RoPE K and V, just
+before its attention; an attention function can be registered by name and sees ``module.layer_idx``, the
+post-RoPE queries, and every keyword that the model was called with; a name without a mask function of its
+own makes the models build no mask at all; and a hook before ``self_attn`` sees a layer's attention input.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -25,6 +26,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvd_client.errors import InvalidArgument
 
@@ -32,6 +35,17 @@ ATTENTION = "kvd"
 """The name under which the decode attention is registered."""
 STEP = "kvd_step"
 """The keyword by which a decode step reaches its attention function through the model."""
+
+WATCH = "kvd_watch"
+"""The keyword by which :func:`call_watched` reaches the model's attention, and the beginning of the names under which
+watched attention is registered."""
+
+Begins = Callable[[int, Callable[[int], torch.Tensor]], None]
+"""See :meth:`Ahead.watching`."""
+Watch = Callable[[int, torch.Tensor], None]
+"""Gets a layer and its attention's post-RoPE query (rows, query heads, tokens, head dim), before attention runs."""
+
+_ROTATE = "apply_rotary_pos_emb"
 
 _FORMS = {"full_attention", "sliding_attention"}
 
@@ -99,6 +113,63 @@ class PrefillCache(DynamicCache):  # type: ignore[misc]
         return both
 
 
+class Ahead:
+    """A layer's query one layer early: its own query projection of the attention input of the layer before it, at the
+    current positions (InfiniGen, section 4.3). Raises :class:`InvalidArgument` for a model whose attention is built
+    otherwise."""
+
+    def __init__(self, model: Any) -> None:
+        decoder = model.get_decoder()
+        self._attention: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder.layers]
+        self._rotary = decoder.rotary_emb
+        self._types = getattr(text_config(model), "layer_types", None)
+        if "layer_type" not in inspect.signature(self._rotary.forward).parameters:
+            self._types = None
+        self._positions: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer, module in enumerate(self._attention):
+            if not hasattr(module, "q_proj") or not hasattr(sys.modules[type(module).__module__], _ROTATE):
+                raise InvalidArgument(
+                    f"layer {layer} of {type(model).__name__} has no query projection of its own, so its queries can't "
+                    "be told ahead; choose a selector that does not look ahead",
+                    layer=layer,
+                )
+
+    @contextlib.contextmanager
+    def watching(self, positions: torch.Tensor, begins: Begins) -> Iterator[None]:
+        """While this lasts, ``begins(layer, query_of)`` is called before each layer's attention, of tokens at
+        ``positions`` (rows, tokens); ``query_of(later)`` is a later layer's post-RoPE query (rows, query heads, tokens,
+        head dim), from this layer's input."""
+        self._positions.clear()
+
+        def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            begins(
+                module.layer_idx,
+                lambda layer: self._query(layer, hidden, positions, kwargs["position_embeddings"]),
+            )
+
+        with contextlib.ExitStack() as stack:
+            for module in self._attention:
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            yield
+
+    def _query(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        module = self._attention[layer]
+        if self._types is not None:  # windowed layers have other angles than full ones
+            kind = self._types[layer]
+            if kind not in self._positions:
+                self._positions[kind] = self._rotary(hidden, positions, kind)
+            embeddings = self._positions[kind]
+        query = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
+        if hasattr(module, "q_norm"):
+            query = module.q_norm(query)
+        query = query.transpose(1, 2)
+        rotated: torch.Tensor = getattr(sys.modules[type(module).__module__], _ROTATE)(query, query, *embeddings)[0]
+        return rotated
+
+
 class DecodeCache(Cache):  # type: ignore[misc]
     """A cache whose tokens lie elsewhere: ``attend(layer, k, v)`` takes one new token for each row, and
     returns all that the layer's attention shall see, both with the shape (rows, heads, tokens, head
@@ -159,9 +230,44 @@ def call(model: Any, input_ids: torch.Tensor, cache: Cache, **kwargs: Any) -> to
 
 def call_step(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, step: Step) -> torch.Tensor:
     """Run one decode step: ``input_ids`` and ``positions`` are (rows, 1), the logits (rows, vocabulary)."""
-    with _attention_of(model):
-        logits = call(model, input_ids, cache, position_ids=positions, **{STEP: step})
-    return logits[:, -1]
+    return call_forced(model, input_ids, positions, cache, step)[:, -1]
+
+
+def call_forced(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, step: Step) -> torch.Tensor:
+    """Run several steps whose tokens are known beforehand: ``input_ids`` and ``positions`` are (rows, steps), the
+    logits (rows, steps, vocabulary). The step's query then has as many tokens, and its mask the shape (rows, 1 or query
+    heads, steps, keys)."""
+    with _attention_of(model, ATTENTION):
+        return call(model, input_ids, cache, position_ids=positions, **{STEP: step})
+
+
+def call_watched(model: Any, input_ids: torch.Tensor, cache: Cache, watch: Watch, **kwargs: Any) -> torch.Tensor:
+    """As :func:`call`, and tell ``watch`` of each layer's query; the results are the same bits."""
+    config = text_config(model)
+    with _attention_of(model, _watched(config._attn_implementation)):
+        return call(model, input_ids, cache, **{WATCH: watch}, **kwargs)
+
+
+def _watched(implementation: str) -> str:
+    """The name of an attention that tells of its query and then does what ``implementation`` does."""
+    name = f"{WATCH}_{implementation}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, functools.partial(_tell, implementation))
+        if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    return name
+
+
+def _tell(
+    implementation: str, module: Any, query: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    watch: Watch = kwargs.pop(WATCH)
+    watch(module.layer_idx, query)
+    usual = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if usual is None:  # eager: each model has its own
+        usual = sys.modules[type(module).__module__].eager_attention_forward
+    both: tuple[torch.Tensor, torch.Tensor | None] = usual(module, query, *args, **kwargs)
+    return both
 
 
 def is_eager(model: Any) -> bool:
@@ -170,10 +276,10 @@ def is_eager(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _attention_of(model: Any) -> Iterator[None]:
+def _attention_of(model: Any, name: str) -> Iterator[None]:
     config = text_config(model)
     before = config._attn_implementation
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = name
     try:
         yield
     finally:

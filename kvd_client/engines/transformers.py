@@ -17,6 +17,7 @@ This module imports torch and transformers; ``kvd_client`` itself does not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -131,10 +132,17 @@ def prefill(
 
 
 def run_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], cache: Any, *, chunk: int | None = None, cached: int = 0
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    cache: Any,
+    *,
+    chunk: int | None = None,
+    cached: int = 0,
+    watch: Callable[[int, int, torch.Tensor], None] | None = None,
 ) -> Prefilled:
     """Run prompts through the model, whose first ``cached`` tokens ``cache`` holds already; arguments and errors as
-    :func:`prefill` has them."""
+    :func:`prefill` has them. ``watch(layer, start, query)`` gets the post-RoPE query (rows, query heads, tokens, head
+    dim) of the tokens from ``start`` on, before attention of the layer runs."""
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) <= cached:
         raise InvalidArgument(
@@ -154,12 +162,20 @@ def run_prompts(
         ends = sorted({length - 1 - start for length in lengths if start < length <= stop})
         # Logits are needed behind last tokens only; one position is computed where a chunk has none.
         keep = torch.tensor(ends or [stop - start - 1], device=device)
-        logits = adapter.call(model, ids[:, start:stop], cache, logits_to_keep=keep)
+        if watch is None:
+            logits = adapter.call(model, ids[:, start:stop], cache, logits_to_keep=keep)
+        else:
+            told = functools.partial(_with_start, watch, start)
+            logits = adapter.call_watched(model, ids[:, start:stop], cache, told, logits_to_keep=keep)
         for row, length in enumerate(lengths):
             if start < length <= stop:
                 last[row] = logits[row, ends.index(length - 1 - start)]
     behind = torch.stack([row for row in last if row is not None])
     return Prefilled(tokens=behind.argmax(-1).tolist(), logits=behind)
+
+
+def _with_start(watch: Callable[[int, int, torch.Tensor], None], start: int, layer: int, query: torch.Tensor) -> None:
+    watch(layer, start, query)
 
 
 def decode(

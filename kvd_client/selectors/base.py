@@ -2,7 +2,12 @@
 
 An algorithm works at both ends. The source summarizes each layer's keys into a few named byte arrays, the selection
 metadata, which travel ahead of the KV entries; the sink scores the prompt's tokens for a decode step's query by them.
-Both ends know the same :class:`Shape`, so the arrays need no header.
+Both ends know the same :class:`Shape`, so the arrays need no header. What derives from the model's weights alone is
+loaded at both ends (:mod:`kvd_client.selectors.weights`) and does not travel.
+
+The query is the layer's own, or one that is known earlier: an algorithm that looks *ahead* gets the layer's query
+projection of the previous layer's attention input, while that layer still computes, and its fetches are on their way
+meanwhile (InfiniGen, section 4.3). The contract is the same: who gives the query is the engine's business.
 
 Layers 0 and 1 are always complete and never ask. Tokens that decode made are always local and always seen, so they
 are no part of it; the newest prompt token is always selected.
@@ -12,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -23,6 +28,8 @@ from kvd_client.spec import MetadataSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from kvd_client.selectors.weights import Weights
 
 Index = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
@@ -50,27 +57,101 @@ class Shape:
         return max(self.lengths)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """What prefill has just computed of a layer's prompt: tokens ``start`` (included) to ``stop`` (excluded).
+
+    Tokens beyond a row's length are padding. Each token comes once, in ascending order, in chunks of any size.
+    """
+
+    layer: int
+    start: int
+    keys: torch.Tensor
+    """Post-RoPE keys of all tokens up to ``stop``: (rows, KV heads, stop, head dim)."""
+    queries: torch.Tensor | None
+    """Post-RoPE queries of the chunk's tokens: (rows, query heads, stop - start, head dim); None of a prefix whose KV
+    cache was there before, since nobody computed them for this request."""
+    scratch: dict[str, Any]
+    """The algorithm's own, the same dictionary in all chunks of a layer of a transfer."""
+
+    @property
+    def stop(self) -> int:
+        return int(self.keys.shape[2])
+
+    def new_keys(self, shape: Shape) -> list[tuple[int, torch.Tensor]]:
+        """``(row, keys)`` of each row with tokens in the chunk: on the CPU, (KV heads, tokens, head dim), without
+        padding."""
+        return _rows(shape, self.keys[:, :, self.start :], self.start)
+
+    def new_queries(self, shape: Shape) -> list[tuple[int, torch.Tensor]]:
+        """As :meth:`new_keys`, by KV head and query head of its group: (KV heads, G, tokens, head dim)."""
+        if self.queries is None:
+            return []
+        return [(row, q.unflatten(0, (shape.kv_heads, -1))) for row, q in _rows(shape, self.queries, self.start)]
+
+
+class Training(abc.ABC):
+    """Makes a model's weights for an algorithm, from calibration texts."""
+
+    @abc.abstractmethod
+    def add(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        """A layer of one more text: post-RoPE (query heads, tokens, head dim) and (KV heads, tokens, head dim)."""
+
+    @abc.abstractmethod
+    def finish(self, told: Callable[[int, int], None] | None = None) -> dict[str, npt.NDArray[np.float32]]:
+        """The tensors of :class:`Weights`, (layers, KV heads, ...); ``told(done, total)`` hears of long work. Raises
+        :class:`InvalidArgument` where the texts were not enough."""
+
+
 class Selector(abc.ABC):
-    """A KV selection algorithm with its parameters; no state, so that one object serves all requests."""
+    """A KV selection algorithm with its parameters; no state, so that one object serves all requests.
+
+    A subclass is a frozen dataclass whose fields are the parameters, all with defaults. Those that are trained for a
+    model have a field ``weights`` as well, which is no parameter.
+    """
 
     name: ClassVar[str]
     deployable: ClassVar[bool] = True
     """False where the metadata is as large as the keys: an oracle for runs in one process."""
+    trained: ClassVar[bool] = False
+    """Whether there are weights for it, which ``kvd profile train`` makes."""
+    ahead: bool = False
+    """Whether to select for a layer while the previous one computes."""
+    weights: Weights | None = None
 
     @property
     def parameters(self) -> dict[str, str | int | float]:
-        """The parameters by name, as profiles record them."""
-        return dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        """The parameters by name, as profiles record them; ``ahead`` where it is on, of weights their checksum."""
+        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        names = (field.name for field in fields if field.name not in ("weights", "ahead"))
+        found: dict[str, str | int | float] = {name: getattr(self, name) for name in names}
+        if self.ahead:
+            found["ahead"] = True
+        if self.weights is not None:
+            found["weights"] = self.weights.fingerprint
+        return found
+
+    @classmethod
+    def training(cls, layers: int, kv_heads: int, head_dim: int, **parameters: Any) -> Training:
+        """What trains the algorithm for a model of that form; raises :class:`InvalidArgument` where nothing does, and
+        for parameters that it does not have."""
+        raise InvalidArgument(f"selector {cls.name!r} is not trained", name=cls.name)
+
+    def check(self, shape: Shape, layers: int) -> None:
+        """Raise :class:`FingerprintMismatch` where the weights are of another form of model; the engine asks before it
+        computes anything."""
+        if self.weights is not None:
+            self.weights.check_form(layers, shape.kv_heads, shape.head_dim)
 
     def metadata(self, shape: Shape) -> tuple[MetadataSpec, ...]:
         """The arrays of a layer, for opening a transfer; none by default."""
         return ()
 
-    def summarize(self, shape: Shape, k: torch.Tensor, start: int, arrays: Arrays) -> None:
-        """Source: put tokens ``start`` and following of a layer into its arrays; nothing by default.
+    def summarize(self, shape: Shape, chunk: Chunk, arrays: Arrays) -> None:
+        """Source: put what the chunk brings into the layer's arrays; nothing by default.
 
-        ``k``: post-RoPE keys (rows, KV heads, tokens, head dim). Tokens beyond a row's length are padding. Each token
-        comes once, in ascending order, in chunks of any size. The arrays' former content does not matter.
+        The arrays must be complete with the chunk that reaches the longest row's end, and not before. Their former
+        content does not matter. Chunks of other sizes may only make the difference that the keys themselves have.
         """
         if self.metadata(shape):
             raise TypeError(f"{type(self).__name__} has metadata, but no summarize that fills it")
@@ -82,10 +163,11 @@ class Selector(abc.ABC):
         """Sink: the KV index of a layer and decode step.
 
         ``query``: post-RoPE (rows, query heads, 1, head dim); query heads ``[h * G, (h + 1) * G)`` belong to KV head
-        ``h``. ``k``: entries to select in each row, 1 to the row's length. ``step`` counts decode steps from 1.
+        ``h``. ``k``: the most entries of each row, 1 to the row's length; all but :class:`InfiniGen` take as many.
+        ``step`` counts decode steps from 1.
 
-        Returns int32 (rows * KV heads, max(k)): ascending token positions, the newest prompt token among them; a row
-        with fewer than ``max(k)`` entries has -1 behind them. The same arguments give the same index.
+        Returns int32 (rows * KV heads, the longest row): ascending token positions, the newest prompt token among
+        them; a shorter row has -1 behind them. The same arguments give the same index, whichever other rows there are.
         """
 
 
@@ -93,13 +175,13 @@ class ScoringSelector(Selector):
     """An algorithm that gives each token a score, and takes the highest."""
 
     @abc.abstractmethod
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         """float32 (rows, KV heads, longest row); what stands beyond a row's length does not matter."""
 
     def select(
         self, shape: Shape, query: torch.Tensor, arrays: Arrays, k: Sequence[int], *, layer: int, step: int
     ) -> Index:
-        return top_k(self.scores(shape, query, arrays), shape.lengths, k)
+        return top_k(self.scores(shape, query, arrays, layer=layer), shape.lengths, k)
 
 
 def top_k(scores: Scores, lengths: Sequence[int], k: Sequence[int]) -> Index:
@@ -153,10 +235,9 @@ def check_reduce(how: str) -> None:
         raise InvalidArgument(f"reduce is {how!r}; it must be 'sum' or 'max' over the query heads", reduce=how)
 
 
-def rows_of(shape: Shape, k: torch.Tensor, start: int) -> list[tuple[int, Any]]:
-    """``(row, keys)`` of each row that has tokens in the chunk, keys (KV heads, tokens, head dim) without padding."""
+def _rows(shape: Shape, x: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
     return [
-        (row, k[row, :, : length - start].detach().to("cpu"))
+        (row, x[row, :, : length - start].detach().to("cpu"))
         for row, length in enumerate(shape.lengths)
         if start < length
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.selectors.base import Arrays, Scores, ScoringSelector, Shape, check_reduce, group, over_group, rows_of
+from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, check_reduce, group, over_group
 from kvd_client.spec import MetadataSpec
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Exact(ScoringSelector):
     name: ClassVar[str] = "exact"
     deployable: ClassVar[bool] = False
     reduce: str = "sum"
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         check_reduce(self.reduce)
@@ -32,12 +33,12 @@ class Exact(ScoringSelector):
     def metadata(self, shape: Shape) -> tuple[MetadataSpec, ...]:
         return (MetadataSpec(name=KEYS, layer_bytes=4 * int(np.prod(self._form(shape)))),)
 
-    def summarize(self, shape: Shape, k: torch.Tensor, start: int, arrays: Arrays) -> None:
+    def summarize(self, shape: Shape, chunk: Chunk, arrays: Arrays) -> None:
         target = self._keys(shape, arrays)
-        for row, keys in rows_of(shape, k, start):
-            target[row, :, start : start + keys.shape[1]] = keys.float().numpy()
+        for row, keys in chunk.new_keys(shape):
+            target[row, :, chunk.start : chunk.start + keys.shape[1]] = keys.float().numpy()
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         import torch
 
         keys = torch.from_numpy(self._keys(shape, arrays))

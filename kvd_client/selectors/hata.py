@@ -1,97 +1,128 @@
-"""HATA with untrained hashes: sign bits of random projections, compared by Hamming distance.
+"""HATA: hash codes of queries and keys, compared by Hamming distance.
 
-Score: (G - 2 * sum over the group's query heads of popcount(q xor k) / bits) * |k|, the angle between query and key
-times the key's length. Metadata is bits / 8 + 2 bytes a token and KV head: 6.6 % of an fp16 KV cache with 256 bits at
-head dim 128, 13.3 % at 64.
+Code: the sign bits of x W, with W (head dim x bits) trained for each layer and KV head (:mod:`.hata_training`), or,
+without weights, of independent normal numbers: random hyperplanes, which estimate angles. Score: (G - 2 * sum over the
+group's query heads of popcount(q xor k) / bits) * |k|, the angle between query and key times the key's length.
+
+Metadata is bits / 8 + 2 bytes a token and KV head: of an fp16 KV cache 6.6 % with 256 bits at head dim 128, 13.3 % at
+64.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.errors import InvalidArgument
-from kvd_client.selectors.base import Arrays, Scores, ScoringSelector, Shape, group, rows_of
+from kvd_client.errors import FingerprintMismatch, InvalidArgument
+from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, Training, group
+from kvd_client.selectors.weights import Weights
 from kvd_client.spec import MetadataSpec
 
 if TYPE_CHECKING:
     import torch
 
+HASH = "hash"
+"""Weights: W, (layers, KV heads, head dim, bits)."""
 CODES = "hata.codes"
-"""uint8 (rows, KV heads, tokens, bits / 8): sign bits of k @ W, the first one in the highest bit."""
+"""uint8 (rows, KV heads, tokens, bits / 8): as kvd_kernels.sign_codes makes them."""
 NORMS = "hata.norms"
 """float16 (rows, KV heads, tokens): length of each key."""
+WORD_BITS = 64
 _LIMIT = float(np.finfo(np.float16).max)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hata(ScoringSelector):
-    """``bits`` a code, a multiple of 64; ``seed`` of the projection, the same at both ends."""
+    """``bits`` a code, a multiple of 64; ``seed`` of the untrained projection, the same at both ends."""
 
     name: ClassVar[str] = "hata"
-    bits: int = 256
+    trained: ClassVar[bool] = True
+    bits: int = 0
+    """0: those of the weights, or 256."""
     seed: int = 0
+    ahead: bool = False
+    weights: Weights | None = None
 
     def __post_init__(self) -> None:
-        if self.bits < 64 or self.bits % 64:
-            raise InvalidArgument(f"codes of {self.bits} bits; give a multiple of 64", bits=self.bits)
+        bits = self.bits or 256
+        if self.weights is not None:
+            matrix = self.weights.for_selector(self.name).arrays.get(HASH)
+            bits = 0 if matrix is None else matrix.shape[-1]
+            self.weights.array(HASH, self.weights.head_dim, bits)
+            if self.bits not in (0, bits):
+                raise FingerprintMismatch(
+                    f"the weights have codes of {bits} bits, not of {self.bits}; train some, or leave bits out",
+                    bits=[bits, self.bits],
+                )
+        if bits < WORD_BITS or bits % WORD_BITS:
+            raise InvalidArgument(f"codes of {bits} bits; give a multiple of {WORD_BITS}", bits=bits)
+        object.__setattr__(self, "bits", bits)
+
+    @classmethod
+    def training(cls, layers: int, kv_heads: int, head_dim: int, **parameters: Any) -> Training:
+        from kvd_client.selectors.hata_training import HashTraining
+
+        try:
+            return HashTraining(layers, kv_heads, head_dim, **parameters)
+        except TypeError as error:
+            raise InvalidArgument(f"training of {cls.name} does not take these: {error}", name=cls.name) from None
 
     def metadata(self, shape: Shape) -> tuple[MetadataSpec, ...]:
         tokens = shape.rows * shape.kv_heads * shape.longest
+        # Both ends must have the same W: its checksum in the name makes the daemons compare it.
+        mark = f".{self.weights.fingerprint[:8]}" if self.weights is not None else ""
         return (
-            MetadataSpec(name=CODES, layer_bytes=tokens * self.bits // 8),
-            MetadataSpec(name=NORMS, layer_bytes=tokens * 2),
+            MetadataSpec(name=CODES + mark, layer_bytes=tokens * self.bits // 8),
+            MetadataSpec(name=NORMS + mark, layer_bytes=tokens * 2),
         )
 
-    def summarize(self, shape: Shape, k: torch.Tensor, start: int, arrays: Arrays) -> None:
+    def summarize(self, shape: Shape, chunk: Chunk, arrays: Arrays) -> None:
         codes, norms = self._codes(shape, arrays), self._norms(shape, arrays)
-        for row, keys in rows_of(shape, k, start):
-            stop = start + keys.shape[1]
+        for row, keys in chunk.new_keys(shape):
+            start, stop = chunk.start, chunk.start + keys.shape[1]
             keys = keys.float()
-            codes[row, :, start:stop] = self._hash(keys)
+            for head in range(shape.kv_heads):
+                codes[row, head, start:stop] = self._hash(keys[head], chunk.layer, head)
             norms[row, :, start:stop] = keys.norm(dim=-1).clamp(max=_LIMIT).half().numpy()
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
-        q = self._hash(group(query, shape.kv_heads)).view(np.uint64)
-        k = self._codes(shape, arrays).view(np.uint64)
-        heads = q.shape[2]
-        distance = np.zeros((shape.rows, shape.kv_heads, shape.longest), np.int64)
-        for head in range(heads):
-            distance += popcount(q[:, :, head, None] ^ k)
-        agreement = (heads * self.bits - 2 * distance).astype(np.float32) / np.float32(self.bits)
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
+        from kvd_kernels import hamming
+
+        q, heads = group(query, shape.kv_heads), shape.rows * shape.kv_heads
+        codes = [self._hash(q[:, head].flatten(0, 1), layer, head) for head in range(shape.kv_heads)]
+        asked = np.stack(codes, 1).reshape(shape.rows, -1, shape.kv_heads, self.bits // 8).swapaxes(1, 2)
+        distance = hamming(
+            np.ascontiguousarray(asked).reshape(heads, -1, self.bits // 8),
+            self._codes(shape, arrays).reshape(heads, shape.longest, -1),
+        ).reshape(shape.rows, shape.kv_heads, -1)
+        agreement = (q.shape[2] * self.bits - 2 * distance).astype(np.float32) / np.float32(self.bits)
         scores: Scores = agreement * self._norms(shape, arrays).astype(np.float32)
         return scores
 
-    def _hash(self, x: torch.Tensor) -> npt.NDArray[np.uint8]:
-        import torch
+    def _hash(self, x: torch.Tensor, layer: int, head: int) -> npt.NDArray[np.uint8]:
+        from kvd_kernels import sign_codes
 
-        projected = x @ torch.from_numpy(projection(x.shape[-1], self.bits, self.seed))
-        return np.packbits((projected > 0).numpy(), axis=-1)
+        w = projection(x.shape[-1], self.bits, self.seed)
+        if self.weights is not None:
+            w = self.weights.arrays[HASH][layer, head]
+        found: npt.NDArray[np.uint8] = sign_codes(x.contiguous().numpy(), w)
+        return found
 
     def _codes(self, shape: Shape, arrays: Arrays) -> npt.NDArray[np.uint8]:
-        return arrays[CODES].reshape(shape.rows, shape.kv_heads, shape.longest, self.bits // 8)
+        array = arrays[self.metadata(shape)[0].name]
+        return array.reshape(shape.rows, shape.kv_heads, shape.longest, self.bits // 8)
 
     def _norms(self, shape: Shape, arrays: Arrays) -> npt.NDArray[np.float16]:
-        return arrays[NORMS].view(np.float16).reshape(shape.rows, shape.kv_heads, shape.longest)
+        array = arrays[self.metadata(shape)[1].name]
+        return array.view(np.float16).reshape(shape.rows, shape.kv_heads, shape.longest)
 
 
 @functools.cache
 def projection(dim: int, bits: int, seed: int) -> npt.NDArray[np.float32]:
-    """W, float32 (dim, bits), of independent normal numbers."""
+    """W without training, float32 (dim, bits), of independent normal numbers."""
     # Both ends make it themselves: NumPy promises that RandomState's numbers never change, of its newer generators not.
     return np.random.RandomState(seed).standard_normal((dim, bits)).astype(np.float32)
-
-
-def popcount(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Bits set in the last axis."""
-    count = getattr(np, "bitwise_count", None)  # from NumPy 2.0 on
-    bits = _BITS[np.ascontiguousarray(words).view(np.uint8)] if count is None else count(words)
-    found: npt.NDArray[np.int64] = bits.sum(axis=-1, dtype=np.int64)
-    return found
-
-
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)

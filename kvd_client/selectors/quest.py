@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import InvalidArgument
-from kvd_client.selectors.base import Arrays, Scores, ScoringSelector, Shape, check_reduce, group, over_group, rows_of
+from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, check_reduce, group, over_group
 from kvd_client.spec import MetadataSpec
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Quest(ScoringSelector):
     name: ClassVar[str] = "quest"
     page: int = 16
     reduce: str = "sum"
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.page < 1:
@@ -41,12 +42,12 @@ class Quest(ScoringSelector):
     def metadata(self, shape: Shape) -> tuple[MetadataSpec, ...]:
         return (MetadataSpec(name=PAGES, layer_bytes=2 * int(np.prod(self._form(shape)))),)
 
-    def summarize(self, shape: Shape, k: torch.Tensor, start: int, arrays: Arrays) -> None:
+    def summarize(self, shape: Shape, chunk: Chunk, arrays: Arrays) -> None:
         import torch
 
         pages = self._pages(shape, arrays)
-        for row, keys in rows_of(shape, k, start):
-            stop = start + keys.shape[1]
+        for row, keys in chunk.new_keys(shape):
+            start, stop = chunk.start, chunk.start + keys.shape[1]
             first, last = start // self.page, (stop - 1) // self.page
             # Repeating a page's own keys changes neither end.
             front = keys[:, :1].expand(-1, start - first * self.page, -1)
@@ -59,7 +60,7 @@ class Quest(ScoringSelector):
                 high[:, 0] = np.maximum(high[:, 0], target[:, 0, 1])
             target[:, :, 0], target[:, :, 1] = low, high
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays) -> Scores:
+    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         import torch
 
         pages = torch.from_numpy(self._pages(shape, arrays)).float()

@@ -73,6 +73,8 @@ class Node:
         self.next_transfer = 1
         self.next_fetch = 1
         self.tick_at: float | None = None
+        self.instructions = 0
+        """How many have been carried out."""
         self.failed: list[Record] = []
 
     def crash(self) -> None:
@@ -96,6 +98,7 @@ class Node:
         world.note(self, "<-", event)
         for instruction in self.core.handle(event, world.now):
             world.note(self, "  ->", instruction)
+            self.instructions += 1
             self.execute[type(instruction)](instruction)
         if self.failed:
             self._check_siblings()

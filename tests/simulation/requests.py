@@ -19,6 +19,7 @@ from kvd.types import Role
 from kvd_client.protocol import MODES
 from kvd_client.spec import MASK_LOCAL, KVSpec, MetadataSpec, TokenRange, part_layout
 
+from . import selective
 from .decoding import Decode
 from .links import Record, Violation
 from .memory import Bytes, Lease
@@ -279,7 +280,29 @@ class Attempt:
                 self.node.later(when, self._announce_metadata, layer)
                 if rng.random() < 0.1:
                     self.node.later(when + rng.choice((0.0, 1.0)), self._announce_metadata, layer)
+        self._script_rankings(now)
         self.node.later(now + rng.choice((0.0, 0.0, 0.2, 3.0)), self._finish)
+
+    def _script_rankings(self, over: float) -> None:
+        """What the prompt's last queries select, in time, late, twice, or of some layers only. Drawn apart, so that
+        seeds mean the same with and without it."""
+        rng, plan = random.Random(f"{self.world.seed} {self.request} {self.rank}"), self.plan
+        if rng.random() < 0.4:
+            return
+        for layer in range(plan.spec.layers):
+            for _ in range(rng.choice((0, 1, 1, 1, 2))):
+                self.node.later(rng.choice((over, rng.uniform(0, over), over + 1.0)), self._rank, layer, rng)
+
+    def _rank(self, layer: int, rng: random.Random) -> None:
+        record = self.record
+        assert record is not None
+        if self.dead or record.released:
+            return
+        blocks = rng.choice((1, 3, max(record.lengths)))
+        draw = (0.0, 0.2, 0.21, rng.random(), 1.0)
+        shares = [[rng.choice(draw) for _ in range(blocks)] for _ in record.lengths]
+        event = ev.BlocksRanked(record.transfer, layer, np.array(shares, np.float32), rng.choice((0.0, 2 / 3, 1.0)))
+        selective.rank(self.node, event)
 
     def _announce_metadata(self, layer: int) -> None:
         record = self.record

@@ -14,6 +14,7 @@ from kvd.transfer import instructions as do
 from kvd.transfer import serving
 from kvd.transfer.gathering import fetch_entries, landing_descriptors
 from kvd.transfer.part import SourcePart
+from kvd.transfer.queue import SendQueue
 from kvd.types import Path, Role
 from kvd_client.spec import MASK_LOCAL
 
@@ -56,6 +57,34 @@ def check_tokens(node: Node, record: Record, end: End, instruction: do.WriteToke
         )
     if (lease.metadata_known & ~lease.metadata_sent).any():
         raise Violation(f"{node.name}: part {record.transfer} sends tokens before its metadata", record.request)
+
+
+def rank(node: Node, event: ev.BlocksRanked) -> None:
+    """A ranking changes the order of what is unsent, and nothing else: no token is lost or comes back, none changes its
+    path, and nothing waits for it."""
+    part = node.core.parts.get(event.transfer)
+    queue = part.queue if isinstance(part, SourcePart) else None
+    before = None if queue is None else (queue.pending_tokens, queue.path, unsent(queue))
+    since = node.instructions
+    node.feed(event)
+    if node.instructions != since:
+        raise Violation(f"{node.name}: a ranking of part {event.transfer} led to instructions")
+    if queue is not None and before != (queue.pending_tokens, queue.path, unsent(queue)):
+        raise Violation(f"{node.name}: a ranking of part {event.transfer} changed what is to be sent, not its order")
+
+
+def unsent(queue: SendQueue) -> list[set[tuple[int, int, int]]]:
+    """By path, every (layer, row, token) that has not been handed out."""
+    found = []
+    for work in (queue._proactive, queue._rest):
+        pieces = [(layer, *piece) for _, layer, piece in work]
+        tokens = {(layer, row, token) for layer, row, start, stop in pieces for token in range(start, stop)}
+        if sum(stop - start for _, _, start, stop in pieces) != len(tokens):
+            raise Violation(f"a token is queued twice: {pieces}")
+        found.append(tokens)
+    if sum(map(len, found)) != queue.pending_tokens:
+        raise Violation(f"{queue.pending_tokens} tokens are said to be pending, and {sum(map(len, found))} are")
+    return found
 
 
 def write_metadata(node: Node, instruction: do.WriteMetadata) -> None:

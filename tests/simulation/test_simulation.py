@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
 from kvd.wire import messages as wire
 from kvd_client.protocol import MODES
+from kvd_client.spec import TokenRange
 
 from .links import FetchAnswer, MetadataWrite, Operation, Violation
 from .memory import Lease
@@ -321,6 +323,40 @@ def small_shares_are_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SendQueue, "window", window)
 
 
+def a_ranking_loses_what_is_pending(patch: pytest.MonkeyPatch) -> None:
+    def rank(self: SendQueue, layer: int, shares: Any, weight: float) -> bool:
+        pending = self.pending_tokens
+        for work in (self._proactive, self._rest):
+            work.take_layer(layer)
+        self.pending_tokens = pending
+        return properly(self, layer, shares, weight)
+
+    properly = SendQueue.rank
+    patch.setattr(SendQueue, "rank", rank)
+
+
+def a_ranking_sends_again(patch: pytest.MonkeyPatch) -> None:
+    def rank(self: SendQueue, layer: int, shares: Any, weight: float) -> bool:
+        if not properly(self, layer, shares, weight):
+            return False
+        self.add([(layer, TokenRange(row, 0, 1)) for row, length in enumerate(self.lengths) if length])
+        return True
+
+    properly = SendQueue.rank
+    patch.setattr(SendQueue, "rank", rank)
+
+
+def a_ranking_makes_work_wait(patch: pytest.MonkeyPatch) -> None:
+    def rank(self: SendQueue, layer: int, shares: Any, weight: float) -> bool:
+        if not properly(self, layer, shares, weight):
+            return False
+        self._proactive.move_layers(layer, self._rest)
+        return True
+
+    properly = SendQueue.rank
+    patch.setattr(SendQueue, "rank", rank)
+
+
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     mask_before_data: "mask says local, but bytes",
     late_write_after_reuse: "bytes of token|nobody sent|bytes of another's memory",
@@ -353,6 +389,9 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     speculation_without_windows: "speculatively, and windows allowed",
     the_deadline_passes: "after the first token",
     small_shares_are_lost: "nothing disturbed request",
+    a_ranking_loses_what_is_pending: "tokens are said to be pending",
+    a_ranking_sends_again: "queued twice|changed what is to be sent",
+    a_ranking_makes_work_wait: "changed what is to be sent",
 }
 
 

@@ -322,3 +322,127 @@ def test_each_token_is_handed_out_once_whatever_the_policy_and_the_order_of_even
     if mode == "full":
         one.drain()
         assert one.queue.pending_tokens == 0
+
+
+RANKED = PartLayout(layers=5, heads=1, entry_bytes=10, rows=2, capacity=16)
+
+
+def ranked_policy(matrix: ImportanceMatrix | None, *, budget: str = "deadline", mode: str = "parallel") -> Policy:
+    return choose_policy(
+        mode,
+        Selective(budget=budget, blocks=8),
+        Profiled(matrix=matrix, prefill_s=1.0, transfer_s=2.0),
+        layers=5,
+        lengths=(16, 10),
+        token_bytes=1 << 20,
+    )
+
+
+def some_profile(blocks: int = 8) -> ImportanceMatrix:
+    return ImportanceMatrix(np.random.default_rng(3).random((5, blocks)))
+
+
+def tokens_of(taken: list[tuple[int, tuple[TokenRange, ...]]]) -> list[tuple[int, int, int]]:
+    return [(layer, r.row, token) for layer, ranges in taken for r in ranges for token in range(r.start, r.stop)]
+
+
+@pytest.mark.parametrize("profile", [some_profile(), some_profile(3), None])
+def test_a_ranking_decides_about_what_is_unsent_of_its_layer(profile: ImportanceMatrix | None) -> None:
+    one = Source(RANKED, (16, 10), ranked_policy(profile))
+    one.ready(3, None, 0, 16)
+    shares = np.zeros((2, 8), np.float32)
+    shares[0, 5], shares[1, 2] = 1.0, 1.0
+    assert one.queue.rank(3, shares, 1.0)
+    assert one.queue.pending_tokens == 26
+    # Of row 0 (16 tokens) block 5 is tokens 10 and 11, of row 1 (10 tokens) block 2 is token 3.
+    blocks = 8 if profile is None else profile.blocks
+    taken = tokens_of(one.queue.take(one.queue.layout.token_bytes))
+    assert taken[0][:2] == (3, 0)
+    if blocks == 8:
+        assert taken == [(3, 0, 10)]
+        assert tokens_of(one.queue.take(20)) == [(3, 0, 11), (3, 1, 3)]
+    everything = taken + tokens_of(one.drain())
+    assert len(everything) == len(set(everything))
+    assert one.queue.pending_tokens == 0
+
+
+def test_a_ranking_before_tokens_are_ready_holds_for_them() -> None:
+    early, late = (Source(RANKED, (16, 10), ranked_policy(some_profile())) for _ in range(2))
+    shares = np.random.default_rng(4).random((2, 8)).astype(np.float32)
+    early.queue.rank(2, shares, 2 / 3)
+    early.ready(2, None, 0, 16)
+    late.ready(2, None, 0, 16)
+    late.queue.rank(2, shares, 2 / 3)
+    assert early.drain(10) == late.drain(10)
+
+
+def test_a_ranked_layer_takes_its_place_among_the_others() -> None:
+    """What the queries want goes before other layers' blocks, and what they don't want behind."""
+    one = Source(RANKED, (16, 10), ranked_policy(some_profile()))
+    for layer in (2, 3, 4):
+        one.ready(layer, None, 0, 16)
+    shares = np.zeros((2, 8), np.float32)
+    shares[:, 0] = 1.0
+    assert one.queue.rank(4, shares, 1.0)
+    order = tokens_of(one.drain(10))
+    wanted = [at for at, (layer, _, token) in enumerate(order) if layer == 4 and token < 2]
+    unwanted = [at for at, (layer, _, token) in enumerate(order) if layer == 4 and token >= 2]
+    # With what is wanted of layer 4 goes what is in the first class of the others, and nothing else before it.
+    first = (one.queue.policy.classes[2:4] == one.queue.policy.classes[2:].min()).sum()
+    assert max(wanted) < len(wanted) + 2 * 2 * first
+    assert min(unwanted) > len(order) / 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "layer"),
+    [
+        (Policy(), 3),
+        (ranked_policy(some_profile(), budget="fixed"), 3),
+        (ranked_policy(some_profile(), mode="partial"), 3),
+        (ranked_policy(some_profile()), 1),
+    ],
+)
+def test_where_the_order_is_not_importances_a_ranking_changes_nothing(policy: Policy, layer: int) -> None:
+    plain, one = (Source(RANKED, (16, 10), policy) for _ in range(2))
+    for source in (plain, one):
+        source.ready(layer, None, 0, 16)
+    assert not one.queue.rank(layer, np.random.default_rng(4).random((2, 8)).astype(np.float32), 1.0)
+    assert one.drain(10) == plain.drain(10)
+
+
+def test_tokens_out_of_every_window_stay_last() -> None:
+    one = Source(RANKED, (16, 10), ranked_policy(some_profile()), windows=(0, 0, 0, 4, 0))
+    one.ready(3, None, 0, 16)
+    one.queue.rank(3, np.eye(2, 8, dtype=np.float32), 1.0)
+    order = [(row, token) for _, row, token in tokens_of(one.drain(10))]
+    visible = {(0, token) for token in range(12, 16)} | {(1, token) for token in range(6, 10)}
+    assert set(order[:8]) == visible
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ready", "rank", "take", "finish", "window"]), st.integers(0, 2**32 - 1))))
+@settings(max_examples=200, deadline=None)
+def test_rankings_lose_and_repeat_nothing(script: list[tuple[str, int]]) -> None:
+    policy = ranked_policy(some_profile(), mode="speculative")
+    one = Source(RANKED, (16, 10), policy, held=(TokenRange(0, 3, 5),))
+    rung: set[tuple[int, int, int]] = set()
+    sent: list[tuple[int, int, int]] = []
+    for what, seed in [*script, ("finish", 0), ("window", 0)]:
+        rng = np.random.default_rng(seed)
+        layer = int(rng.integers(5))
+        path = one.queue.path
+        if what == "ready":
+            start, stop = sorted(rng.integers(0, 17, 2).tolist())
+            one.ready(layer, None, start, stop)
+            rung |= {(layer, r, t) for r, n in enumerate((16, 10)) for t in range(start, min(stop, n))}
+        elif what == "rank":
+            one.queue.rank(layer, rng.random((2, int(rng.integers(1, 20)))).astype(np.float32), float(rng.random()))
+            assert one.queue.path is path
+        elif what == "take":
+            sent += tokens_of(one.queue.take(int(rng.integers(1, 100))))
+        elif what == "finish":
+            one.queue.finish()
+        else:
+            one.queue.window()
+    sent += tokens_of(one.drain())
+    assert len(sent) == len(set(sent))
+    assert set(sent) == {(layer, row, token) for layer, row, token in rung if row or not 3 <= token < 5}

@@ -1,0 +1,409 @@
+"""``kvd profile evaluate``: what selection costs in accuracy, and how well profiles predict it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvd.cli.output import printable, write_parts
+from kvd.cli.output import table as shown_table
+from kvd.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvd.profiling.evaluate.plan import Settings, Variant, Work
+    from kvd.profiling.evaluate.run import Runner
+    from kvd.profiling.evaluate.store import Store
+    from kvd.profiling.evaluate.texts import Domain
+
+INTERRUPTED = 130
+SELECTIONS = (
+    *("exact@0.2", "exact@0.1", "exact@0.05", "infinigen@0.2", "infinigen@0.1", "infinigen@0.05"),
+    *("hata@0.2", "hata@0.1", "hata@0.05", "hata-untrained@0.2", "hata-untrained@0.1", "quest@0.2", "quest@0.1"),
+    *("streaming@0.2", "streaming@0.1", "random@0.2"),
+)
+RECORDED = ("exact@0.2", "infinigen@0.2", "hata@0.2")
+RECALLING = (
+    *("exact@0.2", "infinigen@0.2", "infinigen@0.1", "infinigen@0.05", "hata@0.2", "hata@0.1", "hata-untrained@0.2"),
+    *("quest@0.2", "quest@0.1", "streaming@0.2", "random@0.2"),
+)
+_SELECTIONS, _RECORDED, _RECALLING = " ".join(SELECTIONS), " ".join(RECORDED), " ".join(RECALLING)
+LENGTHS = (1024, 2048, 4096)
+QUICK = {"lengths": (512,), "prompts": 2, "compared": 1, "hidden": 1}
+REPORT = "report.json"
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "matplotlib")
+_CONVERSION = ("gguf",)
+
+
+def evaluate(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.", show_default=False)
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face model. [default: SmolLM2-135M]"),
+    ] = None,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select",
+            metavar="S@SHARE",
+            help='Selection to measure, as "hata@0.2" or "quest:page=8@0.1"; repeat it for several. Behind a name, '
+            f"-untrained leaves out its weights. [default: {_SELECTIONS}]",
+        ),
+    ] = None,
+    record: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--record",
+            metavar="S@SHARE",
+            help="Those whose on-demand ratios and correlations are computed. "
+            f"[default: those of {_RECORDED} that are measured, or all]",
+        ),
+    ] = None,
+    recall: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recall",
+            metavar="S@SHARE",
+            help=f"Those that look for hidden facts. [default: those of {_RECALLING} that are measured, or all]",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--tokens",
+            min=64,
+            metavar="N",
+            help="Prompt length; repeat it for several. [default: 1024 2048 4096; with --quick: 512]",
+        ),
+    ] = None,
+    prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--prompts",
+            min=1,
+            metavar="N",
+            help="Prompts of a domain at the shortest length, for on-demand ratios; of longer ones as many tokens. "
+            "[default: 6; with --quick: 2]",
+        ),
+    ] = None,
+    compared: Annotated[
+        int | None,
+        typer.Option(
+            "--compared",
+            min=1,
+            metavar="N",
+            help="How many of them run with every selection, for divergence. [default: 2; with --quick: 1]",
+        ),
+    ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(
+            "--hidden",
+            min=1,
+            metavar="N",
+            help="Prompts with five hidden facts, of a domain at the shortest length, for recall. "
+            "[default: 2; with --quick: 1]",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Tokens behind each prompt to run.")] = 64,
+    blocks: Annotated[
+        int, typer.Option("--blocks", min=1, max=65536, metavar="M", help="KV blocks a layer, M.")
+    ] = 1000,
+    calibration: Annotated[
+        str,
+        typer.Option("--calibration", metavar="DOMAIN", help="Whose texts weights and the profile are made from."),
+    ] = "code",
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--texts",
+            metavar="DOMAIN=FILE",
+            help="A domain of your own, UTF-8; repeat it. [default: code, documentation, prose and dialogue, from "
+            "Python, Debian's jargon-text and npm]",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", min=0.0, metavar="N", help="Stop after that time; the report has what is finished."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few short prompts: minutes instead of hours.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the report as JSON to standard output, too.")] = False,
+) -> None:
+    """Measure selection on a real model: recall, divergence, on-demand ratios.
+
+    Facts hidden in texts are asked for; the tokens behind texts are run with each selection and compared with the full
+    KV cache; orders of sending are judged by what was selected. Weights and profiles are made from one domain's texts
+    and measured on the others'. FOLDER/work keeps every finished piece, so the same command goes on where it was
+    stopped, and more selections or prompts add to it; it takes 70 KB a prompt token. Needs the packages of the extra
+    "demo".
+    """
+    if missing := [
+        name for name in _PACKAGES + (() if model else _CONVERSION) if importlib.util.find_spec(name) is None
+    ]:
+        raise InvalidArgument(
+            f"the evaluation needs {', '.join(missing)}, which this Python lacks: pip install 'kvd-transport[demo]'",
+            missing=missing,
+        )
+    from kvd.profiling.evaluate import plan
+
+    defaults: dict[str, Any] = QUICK if quick else {"lengths": LENGTHS, "prompts": 6, "compared": 2, "hidden": 2}
+    chosen = _variants(select or SELECTIONS)
+    wanted, asked = (
+        _variants(given) if given else [one for one in chosen if one.label in known] or chosen
+        for given, known in ((record, RECORDED), (recall, RECALLING))
+    )
+    lengths = sorted(set(tokens or defaults["lengths"]))
+    settings = plan.Settings(steps=steps, calibration=calibration)
+    own = _own(texts)
+    names = tuple(domain.name for domain in own) if own else ("code", "documentation", "prose", "dialogue")
+    if calibration not in names or len(names) < 2:
+        raise InvalidArgument(
+            f"calibration on {calibration!r} and measurement on other domains is impossible with {', '.join(names)}; "
+            "give --calibration one of at least two domains",
+            calibration=calibration,
+        )
+    most, full = prompts or defaults["prompts"], plan.Variant(plan.FULL)
+    work = plan.Work(
+        domains=names,
+        variants=(full, *dict.fromkeys([*chosen, *wanted, *asked])),
+        recorded=tuple(wanted),
+        recalling=(full, *asked),
+        compared=plan.counts(min(compared or defaults["compared"], most), lengths),
+        texts=plan.counts(most, lengths),
+        hidden=plan.counts(hidden or defaults["hidden"], lengths),
+    )
+    stop_at = None if minutes is None else time.monotonic() + 60 * minutes
+    with _Progress() as progress:
+        try:
+            _evaluate(output, model, settings, work, own, blocks, stop_at, progress, as_json=as_json)
+        except KeyboardInterrupt:
+            progress.close()
+            typer.echo("kvd: stopped; the same command goes on from here", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _evaluate(
+    output: Path,
+    folder: Path | None,
+    settings: Settings,
+    work: Work,
+    own: Sequence[Domain],
+    blocks: int,
+    stop_at: float | None,
+    progress: _Progress,
+    *,
+    as_json: bool,
+) -> None:
+    from kvd.demo import model as demo_model
+    from kvd.profiling.evaluate import texts
+    from kvd.profiling.evaluate.store import Store
+
+    domains = own or texts.built_in(demo_model.cache_folder(), progress.say)
+    if folder is None:
+        folder = demo_model.cached() or demo_model.fetch_and_convert(progress.told)
+    folder = folder.resolve()
+    store = Store(output / "work", _identity(folder, settings, domains))
+    try:
+        complete, report = _run(store, folder, settings, work, domains, blocks, stop_at, progress)
+    finally:
+        store.close()
+    _write(output, report)
+    progress.close()
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(report, output)
+    if not complete:
+        typer.echo("kvd: time is up before the end; the same command goes on from here", err=True)
+
+
+def _run(
+    store: Store,
+    folder: Path,
+    settings: Settings,
+    work: Work,
+    domains: Sequence[Domain],
+    blocks: int,
+    stop_at: float | None,
+    progress: _Progress,
+) -> tuple[bool, dict[str, Any]]:
+    from kvd.demo import inference
+    from kvd.profiling.evaluate import plan
+    from kvd.profiling.evaluate.run import Runner
+
+    loaded, tokenizer = inference.load(folder)
+    context = inference.context_of(loaded)
+    longest = max(work.texts)
+    if longest + max(settings.steps, 256) > context:
+        raise InvalidArgument(
+            f"prompts of {longest} tokens and what is run behind them exceed the model's context of {context}; give "
+            "--tokens smaller numbers",
+            tokens=longest,
+        )
+    runner = Runner(loaded, plan.Tokens(tokenizer, domains, settings), store, work, told=progress.told, stop_at=stop_at)
+    complete = runner.run()
+    report = _report(folder.name, store, settings, work, domains, runner, blocks, progress)
+    return complete, report | {"complete": complete}
+
+
+def _report(
+    name: str,
+    store: Store,
+    settings: Settings,
+    work: Work,
+    domains: Sequence[Domain],
+    runner: Runner,
+    blocks: int,
+    progress: _Progress,
+) -> dict[str, Any]:
+    from datetime import UTC, datetime
+
+    import kvd
+    from kvd.profiling.evaluate import results
+    from kvd.profiling.evaluate.marks import marks
+
+    found = results.collect(store, work, settings, runner.parameters, blocks)
+    recall, on_demand = results.recalls(found), results.on_demand(found, settings, progress.told)
+    return {
+        "command": shlex.join(["kvd", *sys.argv[1:]]),
+        "kvd": kvd.__version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": name,
+        "settings": settings.fields() | {"blocks": blocks, "half_life_prompts": results.HALF_LIFE},
+        "selections": {one.label: runner.parameters(one) for one in work.variants},
+        "texts": {one.name: {"source": one.source, "digest": one.digest} for one in domains},
+        "prompts": results.counted(found),
+        "recall": recall,
+        "divergence": results.divergences(found),
+        "on_demand": on_demand,
+        "correlation": results.correlations(found),
+        "marks": [mark.fields() for mark in marks(recall, on_demand)],
+    }
+
+
+def _write(output: Path, report: dict[str, Any]) -> None:
+    from kvd.profiling.evaluate.pictures import pictures
+    from kvd.profiling.evaluate.tables import markdown
+    from kvd.profiling.files import replace_file
+
+    made = pictures(report)
+    for name, data in made.items():
+        replace_file(output / name, data)
+    replace_file(output / "report.md", markdown(report, list(made)).encode())
+    replace_file(output / REPORT, json.dumps(report, separators=(",", ":")).encode() + b"\n")
+
+
+def _show(report: dict[str, Any], output: Path) -> None:
+    from kvd.profiling.evaluate.tables import marks, tables
+
+    for each in tables(report):
+        write_parts([printable(each.title), shown_table(each.heads, each.rows), ""])
+    for line in marks(report):
+        typer.echo(printable(line))
+    typer.echo(f"{printable(str(output))}: report.md, {REPORT} and pictures written")
+
+
+def _variants(labels: Sequence[str]) -> list[Variant]:
+    from kvd.profiling.evaluate.plan import FULL, Variant
+    from kvd_client import selectors
+
+    found = []
+    for label in labels:
+        variant = Variant.parse(label)
+        if variant.label != FULL:
+            selectors.parse(variant.spec)  # before minutes are spent
+            found.append(variant)
+    return list(dict.fromkeys(found))
+
+
+def _own(given: Sequence[str] | None) -> list[Domain]:
+    from kvd.profiling.evaluate import texts
+
+    found = []
+    for one in given or ():
+        name, equals, path = one.partition("=")
+        if not equals or not name or not name.replace("-", "").isalnum():
+            raise InvalidArgument(f"--texts {one!r} is no domain; write a name and a file, as in letters=letters.txt")
+        found.append(texts.own(name, Path(path)))
+    if len({domain.name for domain in found}) < len(found):
+        raise InvalidArgument("--texts names a domain twice; give each a name of its own")
+    return found
+
+
+def _identity(folder: Path, settings: Settings, domains: Sequence[Domain]) -> dict[str, Any]:
+    from kvd.profiling.evaluate.texts import digests
+
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return {
+        "model": {"name": folder.name, "digest": digest.hexdigest()[:16]},
+        "settings": settings.fields(),
+        "texts": digests(domains),
+    }
+
+
+class _Progress:
+    """A bar on a terminal's standard error, or a line for each prompt where none is."""
+
+    def __init__(self) -> None:
+        self._bars: Any = None
+        self._task: Any = None
+        self._last = ""
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def say(self, text: str) -> None:
+        if self._bars is not None:
+            self._bars.console.print(text, markup=False, highlight=False)
+        else:
+            typer.echo(text, err=True)
+
+    def told(self, what: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            if what != self._last:
+                self.say(f"{what}: {done} of {total} done" if total else what)
+        else:
+            self._draw(what, done, total)
+        self._last = what
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _draw(self, what: str, done: int, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        if self._bars is None:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            console = Console(stderr=True)
+            self._bars = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            self._task = self._bars.add_task(what)
+            self._bars.start()
+        self._bars.update(self._task, description=what, completed=done, total=total or None)

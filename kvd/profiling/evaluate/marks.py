@@ -1,0 +1,99 @@
+"""What the evaluation has to show, reached or not, with the figures that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvd.profiling.evaluate.plan import FULL
+from kvd.profiling.evaluate.statistics import no_worse
+
+KEEPS = ("infinigen@0.2", "infinigen@0.1", "hata@0.2")
+"""Selections whose recall equals the full cache's."""
+LOSES = ("streaming@0.2",)
+"""Selections whose recall does not, which the evaluation must be able to tell."""
+SURE = 0.05
+"""A loss that is less likely than this by chance is told from none."""
+CLOSES = (
+    # unit, order, shares sent, name, least share of the gap closed
+    ("block", "global", ("0.5", "0.25"), "prompt-aware", 0.60),
+    ("block", "causal", ("0.5", "0.25"), "prompt-aware", 0.50),
+    ("block", "global", ("0.5", "0.25"), "prompt-aware-others", 0.60),
+    ("block", "causal", ("0.5", "0.25"), "prompt-aware-others", 0.50),
+    ("head", "global", ("0.5", "0.25"), "prompt-aware", 0.95),
+    ("head", "global", ("0.5", "0.25"), "prompt-aware-others", 0.95),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """One claim."""
+
+    claim: str
+    reached: bool | None
+    """None: not measured."""
+    figures: str
+
+    def fields(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def marks(recall: Mapping[str, Any], on_demand: Mapping[str, Any]) -> list[Mark]:
+    """All of them, from the report's parts."""
+    return [*_recall_marks(recall), *_gap_marks(on_demand)]
+
+
+def _recall_marks(recall: Mapping[str, Any]) -> Iterator[Mark]:
+    for labels, claim in ((KEEPS, "recall with {} equals the full cache's"), (LOSES, "recall with {} does not")):
+        for label in labels:
+            sums = _recall(recall, label)
+            if sums is None:
+                yield Mark(claim.format(label), None, "not measured")
+                continue
+            chance = no_worse(sums["lost"], sums["gained"])
+            reached = sums["lost"] <= sums["gained"] if labels is KEEPS else chance < SURE
+            yield Mark(
+                claim.format(label),
+                reached,
+                f"{sums['found']} of {sums['of']} facts found, the full cache's {sums['full']}: {sums['lost']} lost, "
+                f"{sums['gained']} gained (one-sided exact McNemar p = {chance:.2g})",
+            )
+
+
+def _recall(recall: Mapping[str, Any], label: str) -> dict[str, int] | None:
+    """All lengths and kinds of question together."""
+    found = dict.fromkeys(("found", "of", "lost", "gained", "full"), 0)
+    for by_label in recall.values():
+        if label not in by_label:
+            continue
+        for kind in ("one", "all"):
+            here = by_label[label][kind]
+            for name in ("found", "of", "lost", "gained"):
+                found[name] += here[name]
+            found["full"] += by_label[FULL][kind]["found"]
+    return found if found["of"] else None
+
+
+def _gap_marks(on_demand: Mapping[str, Any]) -> Iterator[Mark]:
+    for label, lengths in on_demand.items():
+        figures = lengths.get("all") or next(iter(lengths.values()))
+        for unit, order, shares, name, least in CLOSES:
+            values, texts = [], []
+            for share in shares:
+                here = figures[unit][order][share]
+                base = "profile-others" if name.endswith("others") else "profile"
+                closed, ratio = here["closed"][name], here["ratio"]
+                optimal = figures["block"][order][share]["ratio"]["optimal"]["mean"]
+                start = figures["block"][order][share]["ratio"][base]["mean"]
+                values.append(closed["share"])
+                between = ", {:.0%} to {:.0%}".format(*closed["interval"]) if closed["interval"] else ""
+                part = "-" if closed["share"] is None else f"{closed['share']:.0%}"
+                texts.append(f"{share} sent: {part}{between} ({start:.3f}, {ratio[name]['mean']:.3f}, {optimal:.3f})")
+            what = "all other domains" if name.endswith("others") else "one domain"
+            yield Mark(
+                f"{label}: prompt-aware closes {least:.0%} of the gap from the profile of {what} to optimal, "
+                f"{order} order, a unit per {'layer, KV head and block' if unit == 'head' else 'layer and block'}",
+                None if None in values else all(value >= least for value in values),
+                "; ".join(texts),
+            )

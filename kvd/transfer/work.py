@@ -1,0 +1,77 @@
+"""Pieces of work in order of class, then layer, then position; and what lets one layer be sorted anew."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import TypeAlias
+
+Piece: TypeAlias = tuple[int, int, int]
+"""Row, start (included), stop (excluded)."""
+
+
+class Work:
+    """Pieces in a bucket for each (class, layer), the buckets in a heap: pieces of one bucket come in the order of
+    their positions, so that neighbours are sent as one run, and a layer's pieces are found without looking at those of
+    others."""
+
+    __slots__ = ("_buckets", "_classes", "_keys")
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[int, int], list[Piece]] = {}
+        """By (class, layer), each a heap; none is empty."""
+        self._keys: list[tuple[int, int]] = []
+        """Heap of the buckets' keys. One whose bucket is gone, or that is there twice, is dropped as it comes first."""
+        self._classes: dict[int, set[int]] = {}
+        """By layer, the classes of its buckets."""
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Piece]]:
+        """All pieces with their classes and layers, in no particular order."""
+        for (rank, layer), bucket in self._buckets.items():
+            for piece in bucket:
+                yield rank, layer, piece
+
+    def push(self, rank: int, layer: int, piece: Piece) -> None:
+        bucket = self._buckets.get((rank, layer))
+        if bucket is None:
+            self._buckets[rank, layer] = [piece]
+            self._classes.setdefault(layer, set()).add(rank)
+            heapq.heappush(self._keys, (rank, layer))
+        else:
+            heapq.heappush(bucket, piece)
+
+    def pop(self) -> tuple[int, int, Piece]:
+        """The first piece, with its class and layer. There must be one."""
+        while self._keys[0] not in self._buckets:
+            heapq.heappop(self._keys)
+        rank, layer = key = self._keys[0]
+        bucket = self._buckets[key]
+        piece = heapq.heappop(bucket)
+        if not bucket:
+            heapq.heappop(self._keys)
+            self._forget(key)
+        return rank, layer, piece
+
+    def take_layer(self, layer: int) -> list[tuple[int, Piece]]:
+        """Take a layer's pieces out, each with its class."""
+        found = []
+        for rank in sorted(self._classes.get(layer, ())):
+            found += [(rank, piece) for piece in self._buckets[rank, layer]]
+            self._forget((rank, layer))
+        return found
+
+    def move_layers(self, first: int, target: Work) -> None:
+        """Give the layers from ``first`` on to another."""
+        for layer in [layer for layer in self._classes if layer >= first]:
+            for rank, piece in self.take_layer(layer):
+                target.push(rank, layer, piece)
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        del self._buckets[key]
+        classes = self._classes[key[1]]
+        classes.discard(key[0])
+        if not classes:
+            del self._classes[key[1]]

@@ -1,0 +1,101 @@
+"""Importance that knows the prompt: what the prompt's last queries would select, were they decode steps.
+
+The last queries exist at prefill, and decode's first ones resemble them. Each is given to decode's own selector, and
+what it picks is counted by KV block: c_w, the share of (KV head, token of the block, query) triples over the last w
+queries in which the token is selected. (c_1 + 2 c_16)/3 ranks a layer's blocks anew as soon as the layer's last chunk
+is done; the daemon puts it beside the profile (:meth:`kvd_client.PrefillTransfer.rank`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from kvd_kernels import accumulate_blocks
+
+from kvd_client.lanes import NOTHING
+from kvd_client.protocol import MAX_FRAME
+from kvd_client.selectors.base import Arrays, Index, Selector, Shape
+
+QUERIES = 16
+"""w: how many of the prompt's last queries are asked."""
+SHARE = 0.2
+"""Each query's selection, as a share of the prompt."""
+BLOCKS = 1000
+"""KV blocks a layer that are told apart, as profiles do."""
+
+_MOST_BYTES = MAX_FRAME - 4096
+"""Of a ranking, which is one message."""
+
+Shares = npt.NDArray[np.float32]
+"""Shape (rows, blocks): 0 to 1."""
+
+
+class PromptQueries:
+    """Collects the last queries of each row, layer by layer, and asks ``selector`` what they would select.
+
+    ``k`` are the entries that each query selects of each row. Once for each layer ``rank(layer, shares)`` gets what
+    :func:`shares_of` makes of that, and says whether it is of use; ``told(layer, indices)`` gets the KV index of each
+    query, the prompt's last query last. A row with fewer computed tokens than ``queries`` (a short question about a
+    cached prefix) makes it fewer indices.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        selector: Selector,
+        k: Sequence[int],
+        *,
+        rank: Callable[[int, Shares], bool] | None = None,
+        told: Callable[[int, list[Index]], None] | None = None,
+        queries: int = QUERIES,
+    ) -> None:
+        self.wanted = rank is not None or told is not None
+        """Whether anybody still wants to know."""
+        self._shape, self._selector, self._k, self._queries = shape, selector, list(k), queries
+        self._rank, self._told = rank, told
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        """Per layer, of each row (query heads, tokens so far, head dim), at most the last ones."""
+
+    def add(self, layer: int, start: int, query: torch.Tensor, arrays: Arrays) -> None:
+        """A chunk's post-RoPE queries (rows, query heads, tokens, head dim), from token ``start`` on; with the chunk
+        that reaches the longest row's end, ``arrays`` must be complete."""
+        shape, stop = self._shape, start + query.shape[2]
+        kept = self._kept.setdefault(layer, [query[row, :, :0] for row in range(shape.rows)])
+        for row, length in enumerate(shape.lengths):
+            first, last = max(start, length - self._queries), min(stop, length)
+            if first < last:
+                kept[row] = torch.cat([kept[row], query[row, :, first - start : last - start]], 1)
+        if stop >= shape.longest:
+            indices = self._ask(layer, self._kept.pop(layer), arrays)
+            if self._told is not None:
+                self._told(layer, indices)
+            if self._rank is not None and not self._rank(layer, shares_of(self._shape, indices)):
+                self._rank = None
+                self.wanted = self._told is not None
+
+    def _ask(self, layer: int, kept: list[torch.Tensor], arrays: Arrays) -> list[Index]:
+        count = min(each.shape[1] for each in kept)
+        last = torch.stack([each[:, each.shape[1] - count :] for each in kept])
+        return [
+            self._selector.select(self._shape, last[:, :, at : at + 1], arrays, self._k, layer=layer, step=0)
+            for at in range(count)
+        ]
+
+
+def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS) -> Shares:
+    """(c_1 + 2 c_w)/3 of the indices of w queries, the last query's last. Blocks without a token have 0."""
+    blocks = max(1, min(blocks, shape.longest, _MOST_BYTES // (4 * shape.rows)))
+    lengths = np.array(shape.lengths, np.int64)
+    last, all_ = np.zeros((2, shape.rows, blocks), np.int64)
+    for index in indices:
+        entries = np.where(index == NOTHING, np.iinfo(np.int32).max, index).astype(np.int32)
+        accumulate_blocks(entries, all_, lengths, beyond="skip")
+        if index is indices[-1]:
+            accumulate_blocks(entries, last, lengths, beyond="skip")
+    edges = -(-np.arange(blocks + 1) * lengths[:, None] // blocks)
+    chances = np.maximum(np.diff(edges, axis=1), 1) * shape.kv_heads
+    found: Shares = ((last + 2 * all_ / max(len(indices), 1)) / (3 * chances)).astype(np.float32)
+    return found

@@ -1,0 +1,167 @@
+"""InfiniGen: a few columns of skewed keys, scored by a query that is known one layer ahead.
+
+Offline, the singular value decomposition of a KV head's post-RoPE queries on a calibration text gives an orthogonal A
+(head dim x head dim; section 4.2). QA and KA have the products of Q and K, but most of QA's length lies in few columns.
+Of each request and head, the source picks the share ``columns`` of columns with the largest sum of absolute values over
+the prompt's queries, and sends these columns of KA ahead, half precision: the partial keys. The sink scores with
+s = q A[:, columns] · partial key / sqrt(head dim).
+
+How many entries are selected follows the scores (section 4.3): the mean over a row's query heads of the number of s
+above their greatest less ``alpha``, at most k. The paper's mean is over the batch too; a row by itself selects the same
+whichever others it decodes with. With several query heads to a KV head (which the paper doesn't have) an entry's score
+is the sum of the heads' softmaxes.
+
+Metadata is columns / 2 of an fp16 KV cache: 15 % at 0.3. Without weights A is the identity, which is the paper's
+ablation: it works, and picks worse columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.errors import InvalidArgument
+from kvd_client.selectors.base import Arrays, Chunk, Index, Selector, Shape, Training, check_k, group, top_k
+from kvd_client.selectors.weights import Weights
+from kvd_client.spec import MetadataSpec
+
+if TYPE_CHECKING:
+    import torch
+
+SKEW = "skew"
+"""Weights: A, (layers, KV heads, head dim, head dim)."""
+KEYS = "infinigen.keys"
+"""float16 (rows, KV heads, tokens, columns): the partial keys."""
+COLUMNS = "infinigen.columns"
+"""uint16 (rows, KV heads, columns): which columns of KA they are, ascending."""
+_LIMIT = float(np.finfo(np.float16).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class InfiniGen(Selector):
+    """``columns``: share of the head dimension, above 0 and at most 1; ``alpha``: how far below the greatest score an
+    entry may be, above 0."""
+
+    name: ClassVar[str] = "infinigen"
+    trained: ClassVar[bool] = True
+    columns: float = 0.3
+    alpha: float = 5.0
+    ahead: bool = True
+    weights: Weights | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.columns <= 1:
+            raise InvalidArgument(
+                f"columns is {self.columns}; give a share above 0 and at most 1", columns=self.columns
+            )
+        if not self.alpha > 0:
+            raise InvalidArgument(f"alpha is {self.alpha}; give a number above 0", alpha=self.alpha)
+        if self.weights is not None:
+            form = self.weights.head_dim
+            self.weights.for_selector(self.name).array(SKEW, form, form)
+
+    @classmethod
+    def training(cls, layers: int, kv_heads: int, head_dim: int, **parameters: Any) -> Skewing:
+        if parameters:
+            raise InvalidArgument(f"training of {cls.name} has no {min(parameters)}", name=cls.name)
+        return Skewing(layers, kv_heads, head_dim)
+
+    def metadata(self, shape: Shape) -> tuple[MetadataSpec, ...]:
+        heads, width = shape.rows * shape.kv_heads, self._width(shape)
+        # Both ends must have the same A: its checksum in the name makes the daemons compare it.
+        mark = f".{self.weights.fingerprint[:8]}" if self.weights is not None else ""
+        return (
+            MetadataSpec(name=KEYS + mark, layer_bytes=2 * heads * shape.longest * width),
+            MetadataSpec(name=COLUMNS + mark, layer_bytes=2 * heads * width),
+        )
+
+    def summarize(self, shape: Shape, chunk: Chunk, arrays: Arrays) -> None:
+        import torch
+
+        skew = self._skew(chunk.layer)
+        sums: torch.Tensor | None = chunk.scratch.get("sums")
+        if sums is None:
+            sums = chunk.scratch["sums"] = torch.zeros(shape.rows, shape.kv_heads, shape.head_dim, dtype=torch.float64)
+        for row, queries in chunk.new_queries(shape):
+            skewed = queries.float().flatten(1, 2)
+            skewed = skewed if skew is None else skewed @ skew
+            sums[row] += skewed.abs().sum(1, dtype=torch.float64)
+        if chunk.stop < shape.longest:
+            return
+        keys, columns = self._keys(shape, arrays), self._columns(shape, arrays)
+        chosen = sums.topk(self._width(shape), dim=-1).indices.sort(-1).values
+        columns[:] = chosen.numpy().astype(np.uint16)
+        for row, length in enumerate(shape.lengths):
+            mine = chunk.keys[row, :, :length].detach().to("cpu", torch.float32)
+            for head in range(shape.kv_heads):
+                at = chosen[row, head]
+                partial = mine[head][:, at] if skew is None else mine[head] @ skew[head][:, at]
+                keys[row, head, :length] = partial.clamp(-_LIMIT, _LIMIT).half().numpy()
+
+    def select(
+        self, shape: Shape, query: torch.Tensor, arrays: Arrays, k: Sequence[int], *, layer: int, step: int
+    ) -> Index:
+        check_k(shape.lengths, k)
+        scores, counts = self.scored(shape, query, arrays, layer)
+        wanted = [max(1, min(int(n), most)) for n, most in zip(counts, k, strict=True)]
+        return top_k(scores, shape.lengths, wanted)
+
+    def scored(
+        self, shape: Shape, query: torch.Tensor, arrays: Arrays, layer: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+        """float32 (rows, KV heads, longest row): summed softmaxes, 0 beyond a row's end; and float64 (rows,): the mean
+        number of entries within ``alpha`` of the best."""
+        import torch
+
+        q, skew = group(query, shape.kv_heads), self._skew(layer)
+        columns = torch.from_numpy(self._columns(shape, arrays).astype(np.int64))
+        if skew is not None:
+            q = q @ skew
+        q = q.gather(3, columns[:, :, None].expand(-1, -1, q.shape[2], -1)) / float(np.sqrt(shape.head_dim))
+        keys = torch.from_numpy(self._keys(shape, arrays)).float()
+        found = torch.zeros(shape.rows, shape.kv_heads, shape.longest)
+        counts = np.empty(shape.rows)
+        for row, length in enumerate(shape.lengths):
+            s = q[row] @ keys[row, :, :length].transpose(1, 2)
+            greatest = s.amax(-1, keepdim=True)
+            counts[row] = (s > greatest - self.alpha).sum(-1, dtype=torch.float64).mean().item()
+            found[row, :, :length] = torch.softmax(s, -1).sum(1)
+        return found.numpy(), counts
+
+    def _width(self, shape: Shape) -> int:
+        return max(int(self.columns * shape.head_dim), 1)
+
+    def _skew(self, layer: int) -> torch.Tensor | None:
+        return None if self.weights is None else self.weights.tensor(SKEW)[layer]
+
+    def _keys(self, shape: Shape, arrays: Arrays) -> npt.NDArray[np.float16]:
+        array = arrays[self.metadata(shape)[0].name]
+        return array.view(np.float16).reshape(shape.rows, shape.kv_heads, shape.longest, self._width(shape))
+
+    def _columns(self, shape: Shape, arrays: Arrays) -> npt.NDArray[np.uint16]:
+        array = arrays[self.metadata(shape)[1].name]
+        return array.view(np.uint16).reshape(shape.rows, shape.kv_heads, self._width(shape))
+
+
+class Skewing(Training):
+    """A of each layer and KV head: the right singular vectors of its group's queries, by descending singular value.
+
+    They are the eigenvectors of QᵀQ, which can be added up text by text. Their signs are arbitrary and cancel out.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        self._grams = np.zeros((layers, kv_heads, head_dim, head_dim))
+
+    def add(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        q = queries.detach().to("cpu").double().reshape(len(keys), -1, keys.shape[2])
+        self._grams[layer] += (q.transpose(1, 2) @ q).numpy()
+
+    def finish(self, told: Callable[[int, int], None] | None = None) -> dict[str, npt.NDArray[np.float32]]:
+        if not np.diagonal(self._grams, axis1=2, axis2=3).sum(-1).all():
+            raise InvalidArgument("no calibration text was added; give at least one")
+        _, vectors = np.linalg.eigh(self._grams)
+        return {SKEW: vectors[..., ::-1].astype(np.float32)}
