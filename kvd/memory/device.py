@@ -43,6 +43,9 @@ class Backing(Protocol):
     def memory(self, channel: int) -> memoryview:
         """The channel's bytes, writable, format ``B``."""
 
+    def fd(self, channel: int) -> int:
+        """A descriptor of the channel's memory that a process can map; owned by the backing."""
+
     def register(self, fabric: Registrar, channel: int) -> Region:
         """The channel's region with a fabric; raises :class:`~kvd.errors.FabricError`."""
 
@@ -70,7 +73,6 @@ class HostBacking:
         return self._arenas[channel].memory[: self._nbytes]
 
     def fd(self, channel: int) -> int:
-        """The memfd of a channel, for a process to map; owned by the backing."""
         return self._arenas[channel].fd
 
     def register(self, fabric: Registrar, channel: int) -> Region:
@@ -141,6 +143,12 @@ class ChannelLease(Lifetime):
         self._check(channel)
         return self._device.region(channel, fabric)
 
+    def fd(self, channel: int) -> int:
+        """A descriptor of the whole channel's memory to pass to a process; owned by the device. Raises as
+        :meth:`memory`."""
+        self._check(channel)
+        return self._device.fd(channel)
+
     def _check(self, channel: int) -> None:
         self._check_not_free()
         if channel not in self.channels:
@@ -206,6 +214,10 @@ class NpuDevice:
     def memory(self, channel: int) -> memoryview:
         """All bytes of a channel; :meth:`ChannelLease.memory` has those of a tensor."""
         return self._backing.memory(channel)
+
+    def fd(self, channel: int) -> int:
+        """A descriptor of a channel's memory that a process can map; owned by the device."""
+        return self._backing.fd(channel)
 
     def region(self, channel: int, fabric: str) -> Region:
         """A channel's region with the named fabric. Raises :class:`~kvd.errors.InvalidArgument` if there is none."""
