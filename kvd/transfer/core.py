@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvd.errors import DeadlineExceeded, error_from_code
-from kvd.transfer import delivery, on_demand, pairing, processes
+from kvd.transfer import delivery, on_demand, pairing, processes, staging
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, Settings, shutting_down
@@ -133,6 +133,9 @@ _EVENTS: dict[type, Callable[[Book, Any, float], None]] = {
     ev.SessionLost: pairing.on_session_lost,
     ev.TokensArrived: delivery.on_tokens_arrived,
     ev.WriteCompleted: delivery.on_write_completed,
+    ev.Staged: staging.on_regrouped,
+    ev.Moved: staging.on_moved,
+    ev.PullCompleted: staging.on_pull_completed,
     ev.Tick: on_tick,
     ev.DrainRequested: on_drain,
     ev.StopRequested: on_stop,
@@ -151,4 +154,6 @@ _MESSAGES: dict[type, Callable[[Book, ev.MessageReceived, float], None]] = {
     wire.Fetch: on_demand.on_fetch,
     wire.FetchFailed: on_demand.on_fetch_failed,
     wire.Idle: on_demand.on_idle,
+    wire.Staged: staging.on_staged,
+    wire.Pulled: staging.on_pulled,
 }
