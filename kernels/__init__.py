@@ -1,4 +1,4 @@
-"""Memory kernels of kvd: splitting a KV index, moving KV entries, counting selections.
+"""Memory kernels of kvd: splitting a KV index, moving KV entries, counting selections, changing layouts.
 
 C (AVX2 where the CPU has it) when the extension was built, NumPy otherwise, with the same results. Words and
 shapes:
@@ -14,6 +14,7 @@ The package imports NumPy and nothing else, neither kvd nor kvd_client.
 
 from .native import available, implementation, select, why_not_native
 from .ops import accumulate, accumulate_blocks, copy_runs, gather, partition, scatter, token_entries
+from .regrouping import regroup, zero
 
 __all__ = [
     "accumulate",
@@ -23,8 +24,10 @@ __all__ = [
     "gather",
     "implementation",
     "partition",
+    "regroup",
     "scatter",
     "select",
     "token_entries",
     "why_not_native",
+    "zero",
 ]

@@ -52,6 +52,12 @@ class Implementation(Protocol):
         skip_beyond: bool,
     ) -> int: ...
 
+    def regroup(
+        self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int
+    ) -> int: ...
+
+    def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int: ...
+
 
 class Native:
     """The C extension, with or without its AVX2 functions."""
@@ -111,6 +117,14 @@ class Native:
                 counts,
             ),
         )
+
+    def regroup(
+        self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int
+    ) -> int:
+        return cast(int, self._c.regroup(self._avx2, source, target, places, dims, item_bytes))
+
+    def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int:
+        return cast(int, self._c.zero(self._avx2, target, offsets, nbytes))
 
 
 def _extension() -> tuple[ModuleType | None, str | None]:
