@@ -40,6 +40,10 @@ class Backing(Protocol):
     def origin(self) -> int:
         """What the device itself calls the first byte of each channel."""
 
+    @property
+    def lead(self) -> int:
+        """Where the first byte of each channel lies in its descriptor."""
+
     def memory(self, channel: int) -> memoryview:
         """The channel's bytes, writable, format ``B``."""
 
@@ -58,6 +62,7 @@ class HostBacking:
 
     kind = "host"
     origin = 0
+    lead = 0
 
     def __init__(self, channels: int, channel_bytes: int, *, make_arena: Callable[[int], Arena] = create_arena) -> None:
         """Raises :class:`~kvd.errors.OutOfMemory` as :func:`~kvd.memory.arena.create_arena`; nothing is left then."""
@@ -144,8 +149,8 @@ class ChannelLease(Lifetime):
         return self._device.region(channel, fabric)
 
     def fd(self, channel: int) -> int:
-        """A descriptor of the whole channel's memory to pass to a process; owned by the device. Raises as
-        :meth:`memory`."""
+        """A descriptor of the whole channel's memory to pass to a process, in which channels begin at the device's
+        ``lead``; owned by the device. Raises as :meth:`memory`."""
         self._check(channel)
         return self._device.fd(channel)
 
@@ -183,6 +188,7 @@ class NpuDevice:
         self.name = name
         self.backing = backing.kind
         self.origin = backing.origin
+        self.lead = backing.lead
         self._backing = backing
         self._fabrics: list[Registrar] = []
         self._regions: dict[str, list[Region]] = {}
