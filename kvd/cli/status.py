@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -18,7 +19,15 @@ from kvd.errors import ConfigError
 from kvd.host import SYSTEM_SOCKET, Host
 from kvd.units import about
 from kvd_client import Client
-from kvd_client.protocol import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, Status, TransferStatus
+from kvd_client.protocol import (
+    DeviceStatus,
+    MemoryStatus,
+    PeerStatus,
+    ProfileStatus,
+    RecordingStatus,
+    Status,
+    TransferStatus,
+)
 
 EXIT_OK, EXIT_DEGRADED = 0, 1
 BAR = 20
@@ -96,6 +105,9 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield from _peers(found.peers, width)
     yield ""
     yield from _transfers(found.transfers, width)
+    if found.devices:
+        yield ""
+        yield from _devices(found.devices, width)
     if found.profiles:
         yield ""
         yield from _profiles(found.profiles, width)
@@ -205,6 +217,22 @@ def _recordings(recordings: Sequence[RecordingStatus], width: int) -> Iterator[s
         name = _model(one.model, one.revision)
         rows.append((name, one.selector or "-", f"{one.low}-{one.high - 1}", str(one.prompts), str(one.steps)))
     yield from columns(rows, right=(3, 4), give=(0, 1), width=width)
+
+
+def _devices(devices: Sequence[DeviceStatus], width: int) -> Iterator[str]:
+    """One line for each device and channel, or for neighbouring channels that are equal."""
+    rows = [("DEVICE", "BACKING", "CHANNEL", "USED", "FREE", "LARGEST", "LEASES")]
+    for device in devices:
+        first = True
+        channels = enumerate(zip(device.used, device.largest_free, strict=True))
+        for (used, largest), equal in itertools.groupby(channels, key=lambda item: item[1]):
+            numbers = [number for number, _ in equal]
+            span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+            sizes = (about(used), about(device.channel_bytes - used), about(largest))
+            name, backing, leases = (device.name, device.backing, str(device.leases)) if first else ("", "", "")
+            rows.append((name, backing, span, *sizes, leases))
+            first = False
+    yield from columns(rows, right=(3, 4, 5, 6), give=(0,), width=width)
 
 
 def _model(model: str, revision: str) -> str:
