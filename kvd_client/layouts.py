@@ -35,8 +35,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tokens of a block: what is moved is moved in whole blocks."""
     tensors: int = 2
     """2: K and V apart, each half an entry. 1: an entry is one vector."""
-    dtype: str = "bfloat16"
-    """Of the elements, as the process has them."""
+    dtype: str = "bf16"
+    """Of the elements, as the other end's process has them: ``bf16``, ``f16``, ``f32`` …, or ``raw:N`` for N
+    bytes of anything."""
+    codec: str = ""
+    """Of the elements in this layout, where it is another one, such as ``bfp8_b``."""
 
     def check(self) -> Placement:
         """Return ``self``, or raise :class:`InvalidArgument` naming the first field that makes no sense."""
@@ -52,14 +55,63 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self
 
 
-class ChannelBuffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part's share of one channel, as the daemon opens it for a process."""
+class DigitMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One digit of an axis: a coordinate ``x`` has the digit ``x // divisor % radix`` (radix 0: not reduced), and it
+    counts ``tensor`` tensors, ``page`` pages and ``inner`` elements."""
 
+    axis: str
+    divisor: int
+    radix: int
+    tensor: int
+    page: int
+    inner: int
+    looked_up: bool = False
+    """Through the block table."""
+
+
+class TensorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a process needs to find the elements of its tensors in the device's channels.
+
+    A page's channel and slot in it follow from its number by ``kind``; in its channel it begins at the tensor's base
+    plus ``slot * page_stride``.
+    """
+
+    axes: dict[str, int]
+    """Size of each axis: ``l`` layers, ``kv``, ``h`` heads, ``t`` tokens of a row, ``d`` elements."""
+    digits: list[DigitMap]
+    codec: str
+    item_bytes: int
+    """Of an element; 0 in block formats, where a single one has no bytes of its own."""
+    page_elements: int
+    pages: int
+    """Of a tensor."""
+    page_stride: int
+    """From one page of a channel to the next."""
+    tensor_stride: int
+    """Bytes of a tensor in each channel."""
+    kind: str
+    """``flat``, ``round-robin``, or another, by which each channel has ``shard_pages`` pages in a row."""
+    channels: int
+    shard_pages: int
+    blocks: int
+    """Of each tensor."""
+    bases: bytes
+    """int64: where each tensor begins in every channel, from ``offset`` on."""
+    address: int
+    """What the device itself adds to a base."""
     offset: int
-    """In the channel's descriptor: a multiple of the page size."""
-    start: int
-    """Where the buffer begins, from ``offset``."""
+    """Where the window begins in each channel's descriptor; a multiple of its page size."""
     nbytes: int
+    """Of the window."""
+
+
+class ChannelGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A piece of a channel that the other side may write: the addresses from ``start`` on."""
+
+    channel: int
+    start: int
+    nbytes: int
+    token: bytes
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +129,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One of :data:`UNITS`."""
     pull: bool = False
     """The sink reads what the source has regrouped; else the source writes."""
-    channel_bytes: int = 0
-    """Of the buffer in each channel."""
-    grants: list[bytes] = []
-    """Token of each channel's buffer; none where the sink pulls."""
+    bases: bytes = b""
+    """int64: where each tensor begins, in every channel."""
+    grants: list[ChannelGrant] = []
+    """None where the sink pulls."""

@@ -21,7 +21,7 @@ import msgpack
 import msgspec
 
 from kvd_client.errors import ProtocolError
-from kvd_client.layouts import ChannelBuffer, Placement
+from kvd_client.layouts import Placement, TensorMap
 from kvd_client.spec import KVSpec, MetadataSpec, TokenRange
 
 PROTOCOL_VERSION = 2
@@ -234,12 +234,8 @@ class Opened(Message, tag="opened"):
     """Where the lease begins in the memfd: a multiple of the page size."""
     nbytes: int
     generation: int
-    channels: list[ChannelBuffer] = []
-    """Where the tensors lie, with a descriptor for each channel behind the lease's."""
-    address: int = 0
-    """The device's address of the tensors, the same in each channel."""
-    alignment: int = 0
-    """Pages of a channel begin at multiples of this many bytes."""
+    tensors: TensorMap | None = None
+    """Where they lie on a device; behind the lease's descriptor comes one for each channel that a process can map."""
     descriptors: int = 1
 
 
@@ -247,9 +243,7 @@ class CacheOpened(Message, tag="cache_opened"):
     """The cache exists; with a descriptor for each channel."""
 
     cache: int
-    channels: list[ChannelBuffer]
-    address: int
-    alignment: int
+    tensors: TensorMap
     descriptors: int
 
 

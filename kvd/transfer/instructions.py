@@ -90,6 +90,7 @@ class EndStage:
 
     transfer: TransferId
     write: int
+    nbytes: int
     error: KvdError | None
 
 

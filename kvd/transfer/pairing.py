@@ -15,7 +15,7 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.policy import choose_policy
 from kvd.transfer.queue import Policy, SendQueue
 from kvd.transfer.rendezvous import WaitingOpen
-from kvd.transfer.staging import check_grain, grain_of, unit_of
+from kvd.transfer.staging import check_target, grain_of, unit_of
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
 
@@ -74,7 +74,7 @@ def on_open(book: Book, event: ev.MessageReceived, now: float) -> None:
 
 
 def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, message: wire.Open, now: float) -> None:
-    error = why_not(part, message) or check_grain(part, message)
+    error = why_not(part, message) or check_target(part, message)
     if error is not None:
         refuse(book, session, message.sink, error)
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from kvd.errors import InvalidArgument, KvdError, UnsupportedLayout, error_from_code
+from kvd.tensors import in_lease, of_target
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
@@ -18,6 +19,7 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import Policy
 from kvd.wire import messages as wire
 from kvd_client.layouts import UNITS, Target
+from kvd_client.spec import TokenRange
 
 MAX_PULLS = 64
 """Stages that a source may have waiting for one sink."""
@@ -45,6 +47,21 @@ def unit_of(part: SourcePart, target: Target | None, policy: Policy) -> str:
             mode=policy.mode,
         )
     return unit
+
+
+def check_target(part: SourcePart, message: wire.Open) -> KvdError | None:
+    """Why this source can't bring its tokens into the sink's layout; None if it can, or has to find out itself."""
+    target = message.target
+    if target is None:
+        return check_grain(part, message)
+    try:
+        theirs = of_target(message.layout, part.lengths, part.head_start, target)
+        if part.placement is None:
+            mine = in_lease(part.layout, part.lengths, part.head_start, target.placement)
+            mine.plan(theirs, [(0, [TokenRange(0, 0, min(part.lengths[0], target.placement.block_tokens))])])
+    except KvdError as error:
+        return error
+    return check_grain(part, message)
 
 
 def check_grain(part: SourcePart, message: wire.Open) -> KvdError | None:
@@ -80,9 +97,11 @@ def on_regrouped(book: Book, event: ev.Staged, now: float) -> None:
 def on_pulled(book: Book, event: ev.MessageReceived, now: float) -> None:
     part = book.named_by(event, SourcePart)
     message: wire.Pulled = event.message  # type: ignore[assignment]
-    if part is not None and part.staged.pop(message.stage, None) is not None:
+    stage = part.staged.pop(message.stage, None) if part is not None else None
+    if part is not None and stage is not None:
+        nbytes = sum(r.stop - r.start for one in stage[1] for r in one.ranges) * part.layout.token_bytes
         error = error_from_code(message.code, message.message, message.fields) if message.code else None
-        book.emit(do.EndStage(part.transfer, message.stage, error))
+        book.emit(do.EndStage(part.transfer, message.stage, nbytes, error))
 
 
 def on_moved(book: Book, event: ev.Moved, now: float) -> None:
