@@ -101,8 +101,8 @@ class TenstorrentBacking:
                 self._exports.append(fd)
                 # A window can only be mapped from its beginning.
                 mapping = card.map(at, start + length)
-                undo.callback(_unmap, mapping)
                 self._memories.append(memoryview(mapping)[origin : origin + channel_bytes])
+                undo.callback(_unmap, mapping, self._memories[-1])
             self._undo = undo.pop_all()
 
     def memory(self, channel: int) -> memoryview:
@@ -121,9 +121,6 @@ class TenstorrentBacking:
     def close(self) -> None:
         """Give the windows back. Idempotent. While another driver still uses an export, its window stays taken and the
         card can't be reset."""
-        for memory in self._memories:
-            with contextlib.suppress(BufferError):  # of views that somebody still has
-                memory.release()
         self._memories.clear()
         self._exports.clear()
         self._undo.close()
@@ -244,9 +241,10 @@ _EXPORTING = {
 }
 
 
-def _unmap(mapping: mmap.mmap) -> None:
-    # Views that a fabric still has keep the mapping until they go.
+def _unmap(mapping: mmap.mmap, memory: memoryview) -> None:
+    # Views that somebody still has keep the mapping until they go.
     with contextlib.suppress(BufferError):
+        memory.release()
         mapping.close()
 
 
