@@ -16,7 +16,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvd.errors import InvalidArgument
 from kvd.layout.geometry import Geometry
+
+MAX_BOXES = 1 << 25
+"""Of a plan: 512 MiB of addresses. A layer of a model with 8 heads has so many tiles at 2 million tokens."""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -241,6 +245,11 @@ def _boxes(source: Side, target: Side, chosen: Mapping[str, Segment], outer: Col
 
 def sums_of(terms: Sequence[Ints]) -> Ints:
     """The sums of one of each, the last term's counting fastest."""
+    if (count := math.prod(len(one) for one in terms)) > MAX_BOXES:
+        raise InvalidArgument(
+            f"{count} pieces of a tensor are too many for one plan; plan parts of it, of {MAX_BOXES} pieces at most",
+            pieces=count,
+        )
     found = np.zeros(1, np.int64)
     for one in terms:
         found = (found[:, None] + one).reshape(-1)

@@ -36,8 +36,8 @@ Kind: TypeAlias = Literal["flat", "round-robin", "sharded", "digit"]
 KINDS: tuple[Kind, ...] = ("flat", "round-robin", "sharded", "digit")
 
 MAX_AXES, MAX_DIGITS, MAX_RADIX, MAX_CHANNELS, MAX_ALIGNMENT = 16, 32, 1 << 24, 256, 1 << 21
-MAX_SIZE = 1 << 32
-"""Of a range's end and of ``room``: products of them stay below 2 ** 63 or are refused."""
+MAX_SIZE = 1 << 24
+"""Of a range's end and of ``room``: tables of an axis have so many entries."""
 
 
 def _bounded(name: str, value: int, low: int, high: int) -> None:
@@ -75,7 +75,7 @@ class Placement:
             raise InvalidArgument(f"there is no placement {self.kind!r}; use {', '.join(KINDS)}", kind=self.kind)
         _bounded("channels", self.channels, 1, MAX_CHANNELS)
         _bounded("alignment", self.alignment, 1, MAX_ALIGNMENT)
-        _bounded("shard_pages", self.shard_pages, 0, MAX_SIZE)
+        _bounded("shard_pages", self.shard_pages, 0, 1 << 40)
         if self.kind == "flat" and self.channels != 1:
             raise InvalidArgument(
                 f"a flat placement has one channel, not {self.channels}; use round-robin or sharded",
@@ -176,7 +176,8 @@ class Placed:
         for axis, (start, stop) in self.held.items():
             if not 0 <= start < stop <= MAX_SIZE:
                 raise InvalidArgument(
-                    f"the held range of axis {axis} is {start} to {stop}; it must have a start below its stop",
+                    f"the held range of axis {axis} is {start} to {stop}; it must begin below its stop, which may be "
+                    f"{MAX_SIZE} at most",
                     axis=axis,
                     start=start,
                     stop=stop,

@@ -20,7 +20,7 @@ from kvd.layout.codec import Codec, codec
 if TYPE_CHECKING:
     from kvd.layout.descriptor import Placed, Table
 
-MAX_BYTES = 1 << 62
+MAX_BYTES, MAX_TENSORS = 1 << 62, 1 << 20
 
 
 class Geometry:
@@ -52,9 +52,15 @@ class Geometry:
         self.pages = self._product(layout.pages)
         """Of one tensor, those of all its room."""
         self.page_elements = self._product(layout.inner)
-        for what, count in (("tensors", self.tensors), ("pages", self.pages), ("elements a page", self.page_elements)):
-            if count > MAX_BYTES:
-                raise InvalidArgument(f"layout {layout.name!r} would have {count} {what}", layout=layout.name)
+        for what, count, most in (
+            ("tensors", self.tensors, MAX_TENSORS),
+            ("pages", self.pages * self.tensors, MAX_BYTES),
+            ("elements a page", self.page_elements, MAX_BYTES),
+        ):
+            if count > most:
+                raise InvalidArgument(
+                    f"layout {layout.name!r} would have {count} {what}; {most} is the most", layout=layout.name
+                )
         self.page_bytes = self.codec.page_bytes(self.page_elements)
         alignment = layout.placement.alignment
         self.page_stride = -(-self.page_bytes // alignment) * alignment
