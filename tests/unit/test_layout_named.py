@@ -225,10 +225,10 @@ def test_activations_of_an_operator():
 
 
 class TestRefusals:
-    def refused(self, source: str, sink: str, **more):
+    def refused(self, reader: str, writer: str, **more):
         held = {"l": (0, L), "kv": (0, 2), "h": (0, H), "t": (0, T), "d": (0, D)}
-        a = Placed(named.get(source, **more.get("source", {})), held | more.get("held", {}))
-        b = Placed(named.get(sink, **more.get("target", {})), held | more.get("theirs", {}))
+        a = Placed(named.get(reader, **more.get("source", {})), held | more.get("held", {}))
+        b = Placed(named.get(writer, **more.get("target", {})), held | more.get("theirs", {}))
         with pytest.raises(UnsupportedLayout) as error:
             check_convertible(a, b)
         with pytest.raises((UnsupportedLayout, InvalidArgument)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgpack
 import numpy as np
 import pytest
@@ -111,12 +113,8 @@ def test_hostile_messages_are_refused_or_read(path, junk):
     for step in path[:-1]:
         inside = inside[step]
     inside[path[-1]] = junk
-    try:
-        placed = placed_from_wire(fields)
-    except InvalidArgument as error:
-        assert len(error.message) < 1000
-    else:
-        assert placed.geometry.channel_bytes > 0
+    with contextlib.suppress(InvalidArgument):
+        assert placed_from_wire(fields).geometry.channel_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_hostile_messages_are_refused_or_read(path, junk):
     [
         ("t d", {"t": "B:* *:3"}, "a digit is a name"),
         ("t d", {"t": "B:* N:x"}, "a digit is a name"),
-        ("t d", {"t": "B:* N:*"}, "which only its first can be"),
+        ("B N d", {"t": "B:* N:*"}, "which only its first can be"),
         ("t d", {"t": "B:* N:4"}, "is factored"),
         ("B d", {"t": "B:* N:4"}, "each digit must be once in both"),
         ("B B N d", {"t": "B:* N:4"}, "each digit must be once in both"),
@@ -189,8 +187,8 @@ def test_numbers_that_do_not_fit(changes, message):
 
 
 def test_shards_that_are_too_few():
-    made = named.get("tenstorrent-height", channels=4, shard=2)
-    with pytest.raises(InvalidArgument, match="give shards of 4 pages"):
+    made = named.get("tenstorrent-height", channels=4, shard=1)
+    with pytest.raises(InvalidArgument, match="give shards of 2 pages"):
         Placed(made, HELD)
     with pytest.raises(InvalidArgument, match="flat placement has one channel"):
         Placement("flat", 2)
