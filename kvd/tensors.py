@@ -26,6 +26,8 @@ Layers: TypeAlias = Sequence[tuple[int, Sequence[TokenRange]]]
 """Tokens by layer."""
 
 MAX_CHANNELS, MAX_BLOCKS = 32, 1 << 24
+MAX_PLANS = 64
+"""That a route keeps."""
 AXES = ("l", "kv", "h", "t", "d")
 
 
@@ -38,14 +40,57 @@ class Tensors:
     block_tokens: int
     """What is moved has whole blocks of this many tokens, or ends with a row."""
 
-    def plan(self, target: Tensors, layers: Layers) -> list[RegroupPlan]:
-        """What brings these tokens from here to ``target``: a plan for each row, and each run of layers of which the
-        same tokens go. Raises as :func:`~kvd.layout.plan.plan_regroup`."""
+
+class Route:
+    """From one end's tensors to the other's. Layers differ in where they lie, not in what is to be done: the plan of
+    one is made once, and moved from layer to layer."""
+
+    def __init__(self, source: Tensors, target: Tensors) -> None:
+        self.source, self.target = source, target
+        self._made: dict[tuple[int, bytes], tuple[int, RegroupPlan]] = {}
+        """By row and tokens: a layer, and its plan."""
+
+    def plan(self, layers: Layers) -> list[RegroupPlan]:
+        """What brings these tokens over: a plan for each row, and each run of layers of which the same tokens go.
+        Raises as :func:`~kvd.layout.plan.plan_regroup`."""
         plans = []
         for first, last, row, ranges in _alike(layers):
-            within: dict[str, tuple[int, int] | npt.NDArray[np.int64]] = {"l": (first, last), "t": ranges}
-            plans.append(plan_regroup(self.rows[row], target.rows[row], within))
+            known = self._moved(first, row, ranges) if last == first + 1 else None
+            if known is None:
+                within: dict[str, tuple[int, int] | npt.NDArray[np.int64]] = {"l": (first, last), "t": ranges}
+                known = plan_regroup(self.source.rows[row], self.target.rows[row], within)
+                if last == first + 1:
+                    if len(self._made) >= MAX_PLANS:
+                        self._made.clear()
+                    self._made[row, ranges.tobytes()] = (first, known)
+            plans.append(known)
         return plans
+
+    def _moved(self, layer: int, row: int, ranges: npt.NDArray[np.int64]) -> RegroupPlan | None:
+        """A plan that exists, moved to another layer; None where there is none, or it can't be moved."""
+        made = self._made.get((row, ranges.tobytes()))
+        if made is None:
+            return None
+        begun, plan = made
+        here = _distance(self.source.rows[row], begun, layer)
+        there = _distance(self.target.rows[row], begun, layer)
+        if here is None or there is None or plan.decode is not None:
+            return None
+        copies = tuple(dataclasses.replace(copy, places=copy.places + np.array([here, 0])) for copy in plan.copies)
+        return dataclasses.replace(plan, copies=copies, requests=plan.requests + np.array([0, 0, there, 0]))
+
+
+def _distance(placed: Placed, layer: int, other: int) -> int | None:
+    """How far one layer's tensors lie from another's, in every channel; None if not all equally far."""
+    layout, geometry = placed.layout, placed.geometry
+    digits = layout.digits("l")
+    if len(digits) != 1 or digits[0].name not in layout.tensors:
+        return None
+    name = digits[0].name
+    number = np.arange(geometry.tensors) // geometry.weight[name] % geometry.radix[name]
+    start = placed.held["l"][0]
+    far = np.unique(geometry.bases[number == other - start] - geometry.bases[number == layer - start])
+    return int(far[0]) if len(far) == 1 else None
 
 
 def in_lease(layout: PartLayout, lengths: Sequence[int], head_start: int, placement: Placement) -> Tensors:

@@ -154,7 +154,7 @@ class Book:
         times = [part.deadline]
         if part.rendezvous_until is not None and part.state is not State.RUNNING:
             times.append(part.rendezvous_until)
-        if isinstance(part, SourcePart) and part.refused_until is not None:
+        if part.refused_until is not None:
             times.append(part.refused_until)
         return min(times)
 

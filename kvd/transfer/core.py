@@ -19,7 +19,7 @@ from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, Settings, shutting_down
 from kvd.transfer.matching import no_rendezvous
 from kvd.transfer.pairing import refuse
-from kvd.transfer.part import Part, SourcePart
+from kvd.transfer.part import Part
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
 
@@ -89,8 +89,9 @@ def on_tick(book: Book, event: ev.Tick, now: float) -> None:
     for part in list(book.parts.values()):
         if part.ended or book.expiry(part) > now:
             continue
-        if isinstance(part, SourcePart) and part.refused_until is not None and part.refused_until <= now:
-            message = f"the sink's memory refused a write of request {part.request!r} and no reason followed"
+        if part.refused_until is not None and part.refused_until <= now:
+            what = "sink's memory refused a write" if part.role is Role.SOURCE else "source's memory refused a read"
+            message = f"the {what} of request {part.request!r} and no reason followed"
             book.end(part, error_from_code(part.refusal, message, {"request": part.request}))
         elif part.deadline <= now:
             message = (
@@ -133,7 +134,8 @@ _EVENTS: dict[type, Callable[[Book, Any, float], None]] = {
     ev.SessionLost: pairing.on_session_lost,
     ev.TokensArrived: delivery.on_tokens_arrived,
     ev.WriteCompleted: delivery.on_write_completed,
-    ev.Staged: staging.on_regrouped,
+    ev.Regrouped: staging.on_regrouped,
+    ev.Staged: staging.on_offered,
     ev.Moved: staging.on_moved,
     ev.PullCompleted: staging.on_pull_completed,
     ev.Tick: on_tick,

@@ -198,6 +198,14 @@ class WriteCompleted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Regrouped:
+    """A ``WriteTensors`` instruction has its tokens in staging memory; their way begins."""
+
+    transfer: TransferId
+    write: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Staged:
     """A ``WriteTensors`` instruction of a part that the sink pulls has regrouped its tokens."""
 
@@ -265,6 +273,7 @@ Event: TypeAlias = (
     | MetadataArrived
     | FetchArrived
     | WriteCompleted
+    | Regrouped
     | Staged
     | Moved
     | PullCompleted

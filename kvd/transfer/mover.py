@@ -42,7 +42,7 @@ class Mover:
     def write(self, instruction: do.WriteTensors) -> None:
         record = self._records.get(instruction.transfer)
         session = self._sessions.get(instruction.session)
-        if record is None or record.forms is None or session is None:
+        if record is None or record.route is None or session is None:
             gone = FabricError("the session of a write has ended" if session is None else "its transfer has ended")
             self._submit(ev.WriteCompleted(instruction.transfer, instruction.write, gone))
             return
@@ -57,20 +57,29 @@ class Mover:
         token = b""
         try:
             with record.holding():
+                plans = await moving.stage(self._pool, move, record, instruction.layers)
+                self._submit(ev.Regrouped(transfer, write))
                 if pulled:
-                    token = await moving.offer(self._pool, move, record, session, instruction)
+                    token = moving.offer(move, session)
+                    self._submit(move.account(transfer))
                 else:
-                    await moving.push(self._pool, move, record, session, instruction)
+                    await moving.push(move, record, session, plans)
+                    self._submit(move.account(transfer))
+                    # The link is free for the next batch while this one's masks are on their way.
+                    self._sent(instruction.nbytes)
+                    self._submit(ev.WriteCompleted(transfer, write))
+                    await moving.mark_far(move, record, session, instruction)
         except Exception as wrong:
             error = as_kvd_error(wrong)
             if not isinstance(wrong, KvdError):
                 self._submit(ev.AbortRequested(transfer, KvdError(f"moving tensors failed: {wrong!r}")))
-        if move.nbytes:
-            self._submit(ev.Moved(transfer, move.requests, move.nbytes, move.regroup_us))
         if pulled and error is None and not move.cancelled:
             self._submit(ev.Staged(transfer, write, token, move.nbytes))
-        else:
+        elif pulled or error is not None:
             await self._end(record, transfer, write, instruction.nbytes, error)
+        else:
+            del record.moves[write]
+            await moving.withdraw(move)
 
     def end_stage(self, instruction: do.EndStage) -> None:
         record = self._records.get(instruction.transfer)
@@ -116,7 +125,8 @@ class Mover:
         except Exception as wrong:
             error = as_kvd_error(wrong)
         del record.moves[instruction.message.stage]
-        self._submit(ev.Moved(instruction.transfer, move.requests, move.nbytes, 0))
+        if error is None:
+            self._submit(move.account(instruction.transfer))
         self._submit(ev.PullCompleted(instruction.transfer, instruction.session, instruction.message, error))
 
 

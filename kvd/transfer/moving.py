@@ -24,16 +24,17 @@ from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
 from kvd.memory.tensors import within
 from kvd.plan import plan_tokens
-from kvd.tensors import Layers, in_lease, of_target
+from kvd.tensors import Layers, Route, in_lease, of_target
+from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.parties import Record, Session
 from kvd.transfer.serving import STAGING
-from kvd.types import Descriptors, Lane
+from kvd.types import Descriptors, Lane, TransferId
 from kvd.wire.messages import Arrived, Staged
 from kvd_client.layouts import ChannelGrant
 
-INLINE_BYTES = 64 << 10
-"""Regrouped on the event loop's thread: handing less to a worker thread takes longer than the regroup itself."""
+INLINE_BYTES = 1 << 20
+"""Regrouped on the event loop's thread in less than a millisecond: another thread gets its turn later than that."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -75,6 +76,10 @@ class Move:
             raise failed
         self.check()
 
+    def account(self, transfer: TransferId) -> ev.Moved:
+        """What it took."""
+        return ev.Moved(transfer, self.requests, self.nbytes, self.regroup_us)
+
     def check(self) -> None:
         if self.cancelled:
             raise Aborted("the move of tensors was cancelled")
@@ -85,9 +90,8 @@ async def stage(pool: Pool, move: Move, record: Record, layers: Layers) -> list[
 
     Raises :class:`~kvd.errors.OutOfMemory` where there is no room for it, and what planning says.
     """
-    assert record.forms is not None
-    mine, theirs = record.forms
-    plans = mine.plan(theirs, layers)
+    assert record.route is not None
+    plans = record.route.plan(layers)
     nbytes = sum(plan.staging_bytes for plan in plans)
     move.staging = await pool.lease_soon(nbytes, STAGING, limited=False)
     move.check()
@@ -111,11 +115,9 @@ async def stage(pool: Pool, move: Move, record: Record, layers: Layers) -> list[
     return plans
 
 
-async def push(pool: Pool, move: Move, record: Record, session: Session, instruction: do.WriteTensors) -> None:
-    """Regroup, write everything as one batch into the sink's buffers, then the masks. The caller holds the source's
-    memory. Raises :class:`RemoteAccessError`, before a byte is written, where the sink has not granted what the plan
-    needs."""
-    plans = await stage(pool, move, record, instruction.layers)
+async def push(move: Move, record: Record, session: Session, plans: Sequence[RegroupPlan]) -> None:
+    """Write what is staged as one batch into the sink's buffers. Raises :class:`RemoteAccessError`, before a byte is
+    written, where the sink has not granted what the plans need."""
     assert record.sink is not None
     assert move.staging is not None
     target = record.sink.target
@@ -138,6 +140,10 @@ async def push(pool: Pool, move: Move, record: Record, session: Session, instruc
             )
         move.requests += found
     await move.run(session.endpoint.write(Lane.BULK, region, token, rows) for token, rows in writes)
+
+
+async def mark_far(move: Move, record: Record, session: Session, instruction: do.WriteTensors) -> None:
+    """Every byte of a batch is in place: write its mask bytes, and tell the sink's daemon."""
     await move.run(_masks(record, session, instruction))
 
 
@@ -152,9 +158,8 @@ def _masks(record: Record, session: Session, instruction: do.WriteTensors) -> It
         yield session.endpoint.write(Lane.URGENT, region, record.sink.grant, plan.masks, notify=notify)
 
 
-async def offer(pool: Pool, move: Move, record: Record, session: Session, instruction: do.WriteTensors) -> bytes:
-    """Regroup, and let the sink read the result; returns the grant's token."""
-    await stage(pool, move, record, instruction.layers)
+def offer(move: Move, session: Session) -> bytes:
+    """Let the sink read what is staged; returns the grant's token."""
     assert move.staging is not None
     region = move.staging.region(session.fabric.name)
     grant = session.fabric.grant(region, move.staging.offset, move.nbytes, writable=False, readable=True)
@@ -182,11 +187,10 @@ async def pull(move: Move, record: Record, session: Session, message: Staged) ->
     assert record.tensors is not None
     layers = [(one.layer, one.ranges) for one in message.layers]
     mine = record.tensors
-    # The regroup is the source's own affair: what lies in staging memory follows from the target alone.
-    form = in_lease(
-        msgspec.structs.replace(record.layout, placed=False), record.lengths, record.head_start, mine.placement
-    )
-    plans = form.plan(mine.tensors, layers)
+    if record.route is None:  # the regroup is the source's own affair: staging memory follows from the target alone
+        plain = msgspec.structs.replace(record.layout, placed=False)
+        record.route = Route(in_lease(plain, record.lengths, record.head_start, mine.placement), mine.tensors)
+    plans = record.route.plan(layers)
     nbytes = sum(plan.staging_bytes for plan in plans)
     if nbytes != message.nbytes:
         raise InvalidArgument(
@@ -235,4 +239,4 @@ def bind(record: Record) -> None:
         theirs = of_target(record.sink.layout, record.lengths, record.head_start, target)
     else:
         theirs = in_lease(record.sink.layout, record.lengths, record.head_start, placement)
-    record.forms = (form, theirs)
+    record.route = Route(form, theirs)

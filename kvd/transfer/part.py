@@ -77,6 +77,11 @@ class Part:
     selector: str = ""
     paths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Bytes by path, metadata included; fetches; windows."""
+    refused_until: float | None = None
+    """The other side's memory refused a write or a read, or the link broke: its reason should arrive by then on the
+    control connection."""
+    refusal: str = ""
+    """The code of that refusal."""
 
     @property
     def ended(self) -> bool:
@@ -112,10 +117,6 @@ class SourcePart(Part):
     finished: bool = False
     writes: set[int] = dataclasses.field(default_factory=set)
     """Writes that have been instructed and not completed."""
-    refused_until: float | None = None
-    """The sink's memory refused a write: its reason should arrive by then on the control connection."""
-    refusal: str = ""
-    """The code of that refusal."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from kvd.errors import KvdError
 from kvd.fabric.base import Endpoint, Fabric, Grant, Operation
 from kvd.memory.leases import Lease
 from kvd.memory.tensors import TensorMemory
-from kvd.tensors import Tensors
+from kvd.tensors import Route, Tensors
 from kvd.transfer import instructions as do
 from kvd.types import NodeId, TransferId
 from kvd.wire.messages import PeerMessage
@@ -106,8 +106,8 @@ class Record:
     grants: list[tuple[Fabric, Grant]] = dataclasses.field(default_factory=list)
     sink: do.BindSink | None = None
     """Source: where its writes go."""
-    forms: tuple[Tensors, Tensors] | None = None
-    """Source: its own tensors and the sink's, where either are in a layout of their own."""
+    route: Route | None = None
+    """From the source's tensors to the sink's, where either are in a layout of their own."""
     moves: dict[int, Move] = dataclasses.field(default_factory=dict)
     """Batches of tensors on their way: a source's by write, a sink's by stage."""
     operations: set[Operation] = dataclasses.field(default_factory=set)

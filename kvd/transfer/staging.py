@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import math
 
-from kvd.errors import InvalidArgument, KvdError, UnsupportedLayout, error_from_code
-from kvd.tensors import in_lease, of_target
+from kvd.errors import (
+    Aborted,
+    FabricError,
+    InvalidArgument,
+    KvdError,
+    RemoteAccessError,
+    UnsupportedLayout,
+    error_from_code,
+)
+from kvd.tensors import Route, in_lease, of_target
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
-from kvd.transfer.delivery import take_arrived
+from kvd.transfer.delivery import REFUSED_GRACE_S, take_arrived
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import Policy
 from kvd.wire import messages as wire
@@ -58,7 +66,7 @@ def check_target(part: SourcePart, message: wire.Open) -> KvdError | None:
         theirs = of_target(message.layout, part.lengths, part.head_start, target)
         if part.placement is None:
             mine = in_lease(part.layout, part.lengths, part.head_start, target.placement)
-            mine.plan(theirs, [(0, [TokenRange(0, 0, min(part.lengths[0], target.placement.block_tokens))])])
+            Route(mine, theirs).plan([(0, [TokenRange(0, 0, min(part.lengths[0], target.placement.block_tokens))])])
     except KvdError as error:
         return error
     return check_grain(part, message)
@@ -80,7 +88,14 @@ def check_grain(part: SourcePart, message: wire.Open) -> KvdError | None:
 # --- at the source ---------------------------------------------------------------------------------------------------
 
 
-def on_regrouped(book: Book, event: ev.Staged, now: float) -> None:
+def on_regrouped(book: Book, event: ev.Regrouped, now: float) -> None:
+    """A batch begins its way: the link is judged by what it carries, not by what was done before."""
+    link = book.links.get(book.writes.get(event.write, -1))
+    if link is not None:
+        link.began(event.write, now)
+
+
+def on_offered(book: Book, event: ev.Staged, now: float) -> None:
     part = book.parts.get(event.transfer)
     layers = part.staged.get(event.write) if isinstance(part, SourcePart) else None
     if not isinstance(part, SourcePart) or part.ended or layers is None:
@@ -167,6 +182,11 @@ def on_pull_completed(book: Book, event: ev.PullCompleted, now: float) -> None:
             fields=error.fields,
         )
     book.emit(do.SendMessage(event.session, told))
+    if isinstance(error, (FabricError, RemoteAccessError, Aborted)):
+        # A part or a session that ends takes its staging memory away, and says why on another connection.
+        if part.refused_until is None:
+            part.refused_until, part.refusal = now + REFUSED_GRACE_S, error.code
+        return
     if error is not None:
         book.end(part, error)
         return

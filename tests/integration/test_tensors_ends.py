@@ -28,7 +28,14 @@ CONFIG: dict[str, dict[str, Any]] = {
     "fabric": {"rate": "20mbit"},
     "memory": {"pool": "64MiB", "arena": "16MiB"},
 }
-WAYS = ["push", "pull", "cache", "back"]
+ENDS = [
+    ("push", "source"),
+    ("push", "sink"),
+    ("pull", "source"),
+    ("pull", "sink"),
+    ("cache", "sink"),
+    ("back", "source"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +104,7 @@ def nothing_is_left(daemon: DaemonProcess) -> None:
             assert time.monotonic() < end, f"not given back: {left}"
 
 
-@pytest.mark.parametrize("victim", ["source", "sink"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "victim"), ENDS)
 def test_a_process_dies_while_tensors_are_on_their_way(
     daemons: tuple[DaemonProcess, DaemonProcess], way: str, victim: str
 ) -> None:
@@ -116,8 +122,7 @@ def test_a_process_dies_while_tensors_are_on_their_way(
         nothing_is_left(daemon)
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["source", "sink"])
-@pytest.mark.parametrize("way", ["push", "pull"])
+@pytest.mark.parametrize(("way", "victim"), [("push", 1), ("pull", 0)], ids=["push-sink", "pull-source"])
 def test_a_daemon_dies_while_tensors_are_on_their_way(tmp_path: Path, way: str, victim: int) -> None:
     with two_daemons(tmp_path, **CONFIG) as daemons:
         source, sink = Worker(daemons[0], "source", way, "r"), Worker(daemons[1], "sink", way, "r")

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.errors import FabricError, OutOfMemory
+from kvd.errors import FabricError, InvalidArgument, KvdError, OutOfMemory, RemoteAccessError
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import Settings
@@ -240,12 +240,33 @@ def test_a_stage_is_read_then_told_and_accounted_for() -> None:
     assert node.part().code == "OK"
 
 
-def test_a_read_that_fails_ends_both_sides() -> None:
+def test_a_read_that_can_not_be_planned_ends_both_sides() -> None:
     node = sink()
     node.hear(staged())
-    out = node(ev.PullCompleted(1, SESSION, staged(), FabricError("the link broke")))
-    assert [m.code for m in sent(out, wire.Pulled)] == ["FABRIC"]
-    assert [m.code for m in sent(out, wire.Abort)] == ["FABRIC"]
+    out = node(ev.PullCompleted(1, SESSION, staged(), InvalidArgument("another size")))
+    assert [m.code for m in sent(out, wire.Pulled)] == ["INVALID_ARGUMENT"]
+    assert [m.code for m in sent(out, wire.Abort)] == ["INVALID_ARGUMENT"]
+
+
+@pytest.mark.parametrize("error", [FabricError("the link broke"), RemoteAccessError("revoked")])
+def test_a_read_that_is_refused_waits_for_the_reason(error: KvdError) -> None:
+    """The source has gone, or has ended its side: what it says comes on another connection."""
+    node = sink()
+    node.hear(staged())
+    out = node(ev.PullCompleted(1, SESSION, staged(), error))
+    assert [m.code for m in sent(out, wire.Pulled)] == [error.code]
+    assert only(out, do.ReportEnd) == []
+    assert [e.code for e in only(node.hear(wire.Abort(transfer=1, **why("PROCESS_LOST"))), do.ReportEnd)] == [
+        "PROCESS_LOST"
+    ]
+    node = sink()
+    node.hear(staged())
+    node(ev.PullCompleted(1, SESSION, staged(), error))
+    assert [e.code for e in only(node.lose(), do.ReportEnd)] == ["PEER_LOST"]
+    node = sink()
+    node.hear(staged())
+    node(ev.PullCompleted(1, SESSION, staged(), error))
+    assert [e.code for e in only(node.tick(5.0), do.ReportEnd)] == [error.code]
 
 
 def test_a_read_that_ends_after_its_part_is_nobodys() -> None:
