@@ -166,7 +166,7 @@ def regroup(source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArr
     if bad >= 0:
         return bad
     reading, writing = _windows(source, item_bytes), _windows(target, item_bytes)
-    grid = _grid(places)
+    grid = whole_grid(places)
     if grid is not None:
         (s, t), shape = places[0].tolist(), np.concatenate((grid, dims))
         _strided(writing, t, shape[:, (0, 2)])[...] = _strided(reading, s, shape[:, (0, 1)])
@@ -192,7 +192,7 @@ def _strided(windows: NDArray[np.void], first: int, dims: NDArray[np.int64]) -> 
     return np.lib.stride_tricks.as_strided(windows[first:], dims[:, 0].tolist(), dims[:, 1].tolist())
 
 
-def _grid(places: NDArray[np.int64]) -> NDArray[np.int64] | None:
+def whole_grid(places: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """`places` (n, 2) as dims (size, source stride, target stride), outermost first, if they are a whole grid."""
     dims: list[list[int]] = []
     while len(places) > 1:
