@@ -126,6 +126,7 @@ def cut(source: Side, target: Side, ranges: Mapping[str, Ints], outer: Collectio
     axes = sorted(ranges, key=lambda axis: _weight(target, axis), reverse=True)
     segments = [segments_of(source, target, axis, ranges[axis]) for axis in axes]
     for chosen in _products(segments):
+        check_count(math.prod(len(one.starts) for one in chosen))
         yield _boxes(source, target, dict(zip(axes, chosen, strict=True)), outer)
 
 
@@ -243,13 +244,18 @@ def _boxes(source: Side, target: Side, chosen: Mapping[str, Segment], outer: Col
     return Boxes(terms(source), terms(target), shape, source_strides, target_strides, item)
 
 
+def check_count(pieces: int) -> None:
+    """Raise :class:`InvalidArgument` where a plan would be larger than :data:`MAX_BOXES`."""
+    if pieces > MAX_BOXES:
+        raise InvalidArgument(
+            f"{pieces} pieces of a tensor are too many for one plan; plan parts of it, of {MAX_BOXES} pieces at most",
+            pieces=pieces,
+        )
+
+
 def sums_of(terms: Sequence[Ints]) -> Ints:
     """The sums of one of each, the last term's counting fastest."""
-    if (count := math.prod(len(one) for one in terms)) > MAX_BOXES:
-        raise InvalidArgument(
-            f"{count} pieces of a tensor are too many for one plan; plan parts of it, of {MAX_BOXES} pieces at most",
-            pieces=count,
-        )
+    check_count(math.prod(len(one) for one in terms))
     found = np.zeros(1, np.int64)
     for one in terms:
         found = (found[:, None] + one).reshape(-1)

@@ -273,6 +273,7 @@ def _in_pages(
     tensors = cutting.sums_of([one // geometry.pages for one, _ in apart])
     rest = [one for axis, one in terms.items() if axis not in outer]
     keys = cutting.sums_of([one for one, _ in rest])
+    cutting.check_count(len(keys) * len(tensors))
     order = PageOrder(geometry, keys, tensors)
     block = geometry.codec.is_block
     page = geometry.page_elements * plain.item_bytes if block else geometry.page_stride
@@ -360,6 +361,7 @@ def _in_runs(
 
 def _spread(offsets: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ints:
     """Dims of boxes as boxes of their own."""
+    cutting.check_count(len(offsets) * math.prod(shape))
     for count, stride in zip(shape, strides, strict=True):
         offsets = (offsets[:, None] + np.arange(count) * stride).reshape(-1)
     return offsets

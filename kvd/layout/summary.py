@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvd.errors import InvalidArgument
-from kvd.layout.descriptor import Layout, Placed
+from kvd.layout.descriptor import MAX_SIZE, Layout, Placed
 from kvd.layout.models import ModelShape
 from kvd.layout.plan import RegroupPlan, Requests, count_direct, plan_regroup
 
@@ -63,8 +63,8 @@ def summarise(
     Block tables are made up: blocks in a row, where memory is staging or fresh, and no two blocks adjacent, where it is
     a cache in use. Raises :class:`InvalidArgument` and :class:`UnsupportedLayout` as plans do.
     """
-    if not tokens > 0:
-        raise InvalidArgument(f"{tokens} tokens can't be sent; give 1 or more", tokens=tokens)
+    if not 0 < tokens <= MAX_SIZE:
+        raise InvalidArgument(f"{tokens} tokens can't be planned; give 1 to {MAX_SIZE}", tokens=tokens)
     pairs, counts = [], _Counts()
     for source_rank, target_rank, mine, theirs in _rank_pairs(model, source_ranks, target_ranks):
         a, b = _placed(source, model.held(tokens, mine)), _placed(target, model.held(tokens, theirs))
@@ -100,12 +100,13 @@ class _Counts:
             apart = _placed(target.layout, dict(target.held), step=2)
             requests = plan_regroup(source, apart).requests
             self._add_table("scattered", "straight into a paged cache, no two blocks adjacent", requests)
-        layers = [
-            plan_regroup(source, target, {"l": (layer, layer + 1), "kv": (part, part + 1)}).requests
-            for layer in range(model.layers)
-            for part in range(model.parts)
-        ]
-        self._add_table("layers", "layer by layer, K and V apart", np.concatenate(layers))
+        tensors = target.layout.tensors
+        alike = all(digit.name in tensors for axis in ("l", "kv") for digit in target.layout.digits(axis))
+        for layer in range(1 if alike else model.layers):
+            for part in range(1 if alike else model.parts):
+                one = plan_regroup(source, target, {"l": (layer, layer + 1), "kv": (part, part + 1)}).requests
+                times = model.layers * model.parts if alike else 1
+                self._add_table("layers", "layer by layer, K and V apart", one, times)
         self._add_table("channels", "staged per channel in one batch (HAWK)", plan.requests)
 
     def ways(self) -> tuple[Way, ...]:
@@ -115,9 +116,9 @@ class _Counts:
             found.append(Way(name, about, sum(counts), min(smallest), max(largest)))
         return tuple(found)
 
-    def _add_table(self, name: str, about: str, requests: Requests) -> None:
+    def _add_table(self, name: str, about: str, requests: Requests, times: int = 1) -> None:
         lengths = requests[:, 3]
-        self._add(name, about, len(lengths), int(lengths.min()), int(lengths.max()))
+        self._add(name, about, len(lengths) * times, int(lengths.min()), int(lengths.max()))
 
     def _add(self, name: str, about: str, count: int, smallest: int, largest: int) -> None:
         self._found.setdefault(name, (about, []))[1].append((count, smallest, largest))
