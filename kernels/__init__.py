@@ -1,4 +1,4 @@
-"""Kernels of kvd: splitting a KV index, moving KV entries, counting selections, hashing and comparing codes.
+"""Kernels of kvd: splitting a KV index, moving KV entries, counting selections, comparing hash codes, changing layouts.
 
 C (AVX2 where the CPU has it) when the extension was built, NumPy otherwise, with the same results. Words and
 shapes:
@@ -15,6 +15,7 @@ The package imports NumPy and nothing else, neither kvd nor kvd_client.
 from .hashing import hamming, sign_codes
 from .native import available, implementation, select, why_not_native
 from .ops import accumulate, accumulate_blocks, copy_runs, gather, partition, scatter, token_entries
+from .regrouping import regroup, zero
 
 __all__ = [
     "accumulate",
@@ -25,9 +26,11 @@ __all__ = [
     "hamming",
     "implementation",
     "partition",
+    "regroup",
     "scatter",
     "select",
     "sign_codes",
     "token_entries",
     "why_not_native",
+    "zero",
 ]

@@ -94,6 +94,14 @@ def positive(op: str, name: str, value: int) -> int:
     return int(value)
 
 
+def extent(op: str, name: str, value: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{op}: {name} has a {type(value).__name__}; pass integers")
+    if not 0 <= value <= most:
+        raise ValueError(f"{op}: {name} has {value}; it must be from 0 to {most}")
+    return int(value)
+
+
 def refuse_entry(op: str, name: str, index: Index, at: int, entries: int, memory: str) -> NoReturn:
     raise IndexError(
         f"{op}: {name}[{at}] is {index[at]}, but {memory} has {entries} entries; "

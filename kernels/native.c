@@ -15,48 +15,12 @@
  *
  * AVX2 code is compiled through target attributes, so that plain `cc` builds this file for every x86-64 and for aarch64.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define HAVE_AVX2 1
-#include <immintrin.h>
-#define AVX2 __attribute__((target("avx2")))
-#else
-#define HAVE_AVX2 0
-#endif
-
-#define LOAD(pointer) __atomic_load_n((pointer), __ATOMIC_RELAXED)
-
-/* Whoever gives the GIL back may wait a whole switch interval (5 ms) for it when another thread computes. Work that takes a
- * few microseconds is therefore done with the GIL held; these are about 10 microseconds' worth. */
-#define RELEASE_BYTES ((size_t)64 << 10)
-#define RELEASE_ENTRIES ((size_t)16 << 10)
-
-/* Streaming past the caches pays only when the result would not stay in them anyway: the next reader, a send say, wants a
- * small result hot. Measured as gather plus one read of the result: 1.1x slower at 2 MiB, even at 4 to 8, 0.9x at 16. */
-#define STREAM_BYTES ((size_t)8 << 20)
+#include "native.h"
 
 /* How far ahead of the copy rows are prefetched, and the most of one row that is. */
 #define PREFETCH_BYTES ((size_t)8 << 10)
 #define PREFETCH_ROWS_MAX ((size_t)32)
 #define PREFETCH_ROW_BYTES ((size_t)1 << 10)
-
-#define BEGIN_WORK(large)                       \
-    PyThreadState *thread_state = NULL;         \
-    if (large) thread_state = PyEval_SaveThread()
-#define END_WORK() \
-    if (thread_state != NULL) PyEval_RestoreThread(thread_state)
-
-/* ---------------------------------------------------------------- buffers */
-
-static int buffers_overlap(const Py_buffer *a, const Py_buffer *b)
-{
-    uintptr_t p = (uintptr_t)a->buf, q = (uintptr_t)b->buf;
-    return p < q + (uintptr_t)b->len && q < p + (uintptr_t)a->len && a->len > 0 && b->len > 0;
-}
 
 /* ---------------------------------------------------------------- indices */
 
@@ -102,26 +66,6 @@ static inline void prefetch_row(const char *base, size_t offset, size_t bytes)
     uintptr_t p = (uintptr_t)base + offset; /* may be outside: then it is a hint about nothing */
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(p + i), 0, 3);
 }
-
-#if HAVE_AVX2
-/* target is 32-byte aligned and bytes a multiple of 32 */
-AVX2 static inline void stream_row(char *target, const char *source, size_t bytes)
-{
-    size_t i = 0;
-    for (; i + 128 <= bytes; i += 128) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(source + i));
-        __m256i b = _mm256_loadu_si256((const __m256i *)(source + i + 32));
-        __m256i c = _mm256_loadu_si256((const __m256i *)(source + i + 64));
-        __m256i d = _mm256_loadu_si256((const __m256i *)(source + i + 96));
-        _mm256_stream_si256((__m256i *)(target + i), a);
-        _mm256_stream_si256((__m256i *)(target + i + 32), b);
-        _mm256_stream_si256((__m256i *)(target + i + 64), c);
-        _mm256_stream_si256((__m256i *)(target + i + 96), d);
-    }
-    for (; i < bytes; i += 32)
-        _mm256_stream_si256((__m256i *)(target + i), _mm256_loadu_si256((const __m256i *)(source + i)));
-}
-#endif
 
 typedef struct {
     char *target;
@@ -683,6 +627,8 @@ static PyMethodDef methods[] = {
     {"accumulate", py_accumulate, METH_VARARGS, accumulate_doc},
     {"sign_codes", kvd_sign_codes, METH_VARARGS, kvd_sign_codes_doc},
     {"hamming", kvd_hamming, METH_VARARGS, kvd_hamming_doc},
+    {"regroup", kvd_regroup, METH_VARARGS, kvd_regroup_doc},
+    {"zero", kvd_zero, METH_VARARGS, kvd_zero_doc},
     {NULL, NULL, 0, NULL},
 };
 

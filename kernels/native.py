@@ -56,6 +56,12 @@ class Implementation(Protocol):
 
     def hamming(self, q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None: ...
 
+    def regroup(
+        self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int
+    ) -> int: ...
+
+    def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int: ...
+
 
 class Native:
     """The C extension, with or without its AVX2 functions."""
@@ -122,6 +128,14 @@ class Native:
     def hamming(self, q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None:
         rows, group, size = q.shape
         self._c.hamming(self._avx2, q, k, rows, group, k.shape[1], size, out)
+
+    def regroup(
+        self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int
+    ) -> int:
+        return cast(int, self._c.regroup(self._avx2, source, target, places, dims, item_bytes))
+
+    def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int:
+        return cast(int, self._c.zero(self._avx2, target, offsets, nbytes))
 
 
 def _extension() -> tuple[ModuleType | None, str | None]:

@@ -171,3 +171,76 @@ def hamming(q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None:
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 """Bits set in each byte."""
+
+
+def regroup(source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int) -> int:
+    """For each box (s, t) of `places` (n, 2) and every index (a, b, …) below ``dims[:, 0]``: `item_bytes` bytes from
+    ``s + a * dims[0, 1] + b * dims[1, 1] + …`` of `source` to ``t + a * dims[0, 2] + …`` of `target`.
+    """
+    places = places.copy()
+    offsets = np.zeros((1, 2), np.int64)
+    for size, *strides in dims.tolist():
+        steps = np.arange(size)[:, None] * np.array(strides, np.int64)
+        offsets = (offsets[:, None] + steps).reshape(-1, 2)
+    if len(offsets) == 0:
+        return -1
+    last = np.array([source.size, target.size]) - item_bytes - offsets.max(axis=0)
+    bad = _first(((places < 0) | (places > last)).any(axis=1))
+    if bad >= 0:
+        return bad
+    reading, writing = _windows(source, item_bytes), _windows(target, item_bytes)
+    grid = whole_grid(places)
+    if grid is not None:
+        (s, t), shape = places[0].tolist(), np.concatenate((grid, dims))
+        _strided(writing, t, shape[:, (0, 2)])[...] = _strided(reading, s, shape[:, (0, 1)])
+        return -1
+    step = max(1, REGROUPED_AT_ONCE // len(offsets))
+    for first in range(0, len(places), step):
+        some = (places[first : first + step, None] + offsets).reshape(-1, 2)
+        writing[some[:, 1]] = reading[some[:, 0]]
+    return -1
+
+
+REGROUPED_AT_ONCE = 1 << 14
+"""Items: their positions stay in the caches."""
+
+
+def _windows(memory: Bytes, nbytes: int) -> NDArray[np.void]:
+    """Item i is the `nbytes` bytes from i on."""
+    return np.ndarray((memory.size - nbytes + 1,), f"V{nbytes}", memory, strides=(1,))
+
+
+def _strided(windows: NDArray[np.void], first: int, dims: NDArray[np.int64]) -> NDArray[np.void]:
+    """The items of a grid, from (size, stride) of each dim."""
+    return np.lib.stride_tricks.as_strided(windows[first:], dims[:, 0].tolist(), dims[:, 1].tolist())
+
+
+def whole_grid(places: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """`places` (n, 2) as dims (size, source stride, target stride), outermost first, if they are a whole grid."""
+    dims: list[list[int]] = []
+    while len(places) > 1:
+        steps = np.diff(places, axis=0)
+        other = np.flatnonzero((steps != steps[0]).any(axis=1))
+        run = int(other[0]) + 1 if len(other) else len(places)
+        if len(places) % run or len(dims) == GRID_DIMS:
+            return None
+        rows = places.reshape(-1, run, 2)
+        if (np.diff(rows, axis=1) != steps[0]).any():
+            return None
+        dims.insert(0, [run, *steps[0].tolist()])
+        places = rows[:, 0]
+    return np.array(dims, np.int64).reshape(-1, 3)
+
+
+GRID_DIMS = 16
+"""NumPy's arrays have 32 dims at most."""
+
+
+def zero(target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int:
+    """``target[o : o + nbytes] = 0`` for each o of `offsets` (n,)."""
+    starts = offsets.tolist()
+    bad = next((i for i, o in enumerate(starts) if not 0 <= o <= target.size - nbytes), -1)
+    if bad < 0:
+        for o in starts:
+            target[o : o + nbytes] = 0
+    return bad

@@ -31,6 +31,7 @@ DEFAULT_POOL = 4 << 30
 MIN_KEY_BYTES = 16
 MAX_KEY_FILE = 64 << 10
 NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
@@ -130,6 +131,24 @@ class Fabric(_Section, frozen=True, kw_only=True):
     """Limit of each link; 0: none."""
 
 
+class Npu(_Section, frozen=True, kw_only=True):
+    """``[npu.NAME]``: a device of this node whose memory is channels."""
+
+    backing: Literal["host", "tenstorrent"] = "host"
+    """``host``: shared memory of this host stands for the channels. ``tenstorrent``: windows of a card."""
+    channels: Annotated[int, msgspec.Meta(ge=1, le=32)] = 8
+    channel_bytes: Size = Size(256 << 20)
+    """What kvd manages of each channel."""
+    alignment: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 64
+    """Of pages in a channel, in bytes: p150 64, Wormhole 32."""
+    path: str = ""
+    """The card's device file."""
+    origin: Size = Size(0)
+    """The card's own address of the first byte that kvd manages of each channel."""
+    noc: list[str] = []
+    """Coordinates of each channel on the card, ``X-Y``."""
+
+
 class Log(_Section, frozen=True, kw_only=True):
     format: Literal["auto", "console", "json"] = "auto"
     """``auto``: console on a terminal, JSON everywhere else."""
@@ -145,6 +164,7 @@ class Config(_Section, frozen=True, kw_only=True):
     selective: Selective = Selective()
     profile: Profile = Profile()
     fabric: Fabric = Fabric()
+    npu: dict[str, Npu] = {}
     log: Log = Log()
 
 
@@ -297,11 +317,14 @@ def to_toml(config: Config) -> str:
         ]
         for name, table in values.items():
             if isinstance(table, dict) and table:
-                lines += [f"[{section}.{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in table.items()), ""]
+                key = name if _BARE_KEY.fullmatch(name) else _toml(name)
+                lines += [f"[{section}.{key}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in table.items()), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _toml(value: str | int | float) -> str:
+def _toml(value: str | int | float | list[str]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str | bool):
         # JSON's escapes are a subset of a TOML basic string's, except that JSON leaves DEL alone
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -346,6 +369,9 @@ def _walk(struct: type[msgspec.Struct], tree: Any, path: str, name: str) -> None
             _walk(kind, value, here, name)
         elif typing.get_origin(kind) is Literal and value not in typing.get_args(kind):
             wrong = f"{_toml_or_type(value)} is none of {', '.join(map(_toml, typing.get_args(kind)))}"
+        elif typing.get_origin(kind) is dict and isinstance(value, dict) and typing.get_args(kind)[1] is not str:
+            for name_of, table in value.items():
+                _walk(typing.get_args(kind)[1], table, f"{here}.{name_of}", name)
         elif typing.get_origin(kind) is dict and isinstance(value, dict):
             bad = next((k for k, v in value.items() if not isinstance(v, str)), None)
             if bad is not None:

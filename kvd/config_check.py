@@ -14,6 +14,7 @@ from typing import Literal
 from kvd.config import (
     NODE_ID,
     Config,
+    Npu,
     is_loopback,
     is_wildcard,
     read_keys,
@@ -22,6 +23,7 @@ from kvd.config import (
 from kvd.errors import ConfigError
 from kvd.host import Host
 from kvd.importance.learning import HalfLife
+from kvd.memory.windows import WINDOW, parse_noc
 from kvd.units import about, format_size
 
 MAX_SOCKET_PATH = 107
@@ -51,6 +53,7 @@ def check(config: Config, host: Host | None = None, *, fabrics: Collection[str] 
         *_transfer(config),
         *_profile(config),
         *_fabric(config, fabrics),
+        *_npu(config, host),
     ]
     return sorted(problems, key=lambda problem: problem.level)
 
@@ -217,6 +220,53 @@ def _fabric(config: Config, fabrics: Collection[str]) -> Iterator[Problem]:
     name = config.fabric.name
     if fabrics and name != "auto" and name not in fabrics:
         yield _error("fabric.name", f'there is no fabric "{name}"; known are auto, {", ".join(sorted(fabrics))}')
+
+
+def _npu(config: Config, host: Host) -> Iterator[Problem]:
+    lent = int(config.memory.pool)
+    for name, npu in config.npu.items():
+        if not NODE_ID.fullmatch(name):
+            yield _error(f"npu.{name}", "a device's name has 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        if npu.channel_bytes < npu.alignment or npu.channel_bytes % npu.alignment:
+            yield _error(
+                f"npu.{name}.channel_bytes",
+                f"{format_size(npu.channel_bytes)} is no multiple of alignment, {npu.alignment}",
+            )
+        if npu.backing == "tenstorrent":
+            yield from _card(f"npu.{name}", npu)
+        if npu.backing == "host":
+            lent += npu.channels * int(npu.channel_bytes)
+            if lent > host.memory:
+                yield _error(
+                    f"npu.{name}.channel_bytes",
+                    f"{npu.channels} channels and memory.pool are together more than the {about(host.memory)} that "
+                    "this host (or control group) has; take smaller ones",
+                )
+
+
+def _card(key: str, npu: Npu) -> Iterator[Problem]:
+    """What only a card needs; whether it is there is found out when the daemon starts."""
+    if not os.path.isabs(npu.path):
+        yield _error(f"{key}.path", "name the card's file, such as /dev/tenstorrent/0")
+    if npu.origin + npu.channel_bytes > WINDOW:
+        yield _error(
+            f"{key}.origin",
+            f"channels from {int(npu.origin)} to {npu.origin + npu.channel_bytes} don't fit into the card's windows of "
+            f"{format_size(WINDOW)}; lower origin or channel_bytes",
+        )
+    if npu.origin % npu.alignment:
+        yield _error(f"{key}.origin", f"{int(npu.origin)} is no multiple of alignment, {npu.alignment}")
+    if len(npu.noc) != npu.channels:
+        yield _error(
+            f"{key}.noc",
+            f"{len(npu.noc)} tiles for {npu.channels} channels; give the tile of each bank, as the card's runtime "
+            'reports it, such as "17-14"',
+        )
+    for tile in npu.noc:
+        try:
+            parse_noc(tile)
+        except ValueError as error:
+            yield _error(f"{key}.noc", str(error))
 
 
 def _address(key: str, text: str) -> tuple[str, int] | Problem:

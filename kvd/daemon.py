@@ -17,15 +17,18 @@ import uvloop
 import kvd
 from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
-from kvd.config import Config, read_keys
+from kvd.config import Config, Npu, read_keys
 from kvd.errors import InvalidArgument, ShuttingDown
 from kvd.fabric import choice, registry
 from kvd.fabric.base import Fabric
 from kvd.importance.learning import HalfLife
 from kvd.learnt import Learner
+from kvd.memory.device import Backing, HostBacking, NpuDevice
 from kvd.memory.pool import Pool
+from kvd.memory.tenstorrent import TenstorrentBacking
 from kvd.peers.local import connect_local
 from kvd.peers.manager import Peers, PeersConfig
+from kvd.placing import Placing
 from kvd.profiles import Profiles
 from kvd.profiling.files import replace_file
 from kvd.service import Service
@@ -40,8 +43,9 @@ from kvd_client import protocol as api
 
 log = structlog.get_logger("kvd.daemon")
 
-LAYOUT_VERSION = 1
-"""Version of the arrangement of a lease (:mod:`kvd_client.spec`): both daemons compute addresses in it."""
+LAYOUT_VERSION = 2
+"""Version of the arrangement of a lease (:mod:`kvd_client.spec`) and of tensors (:mod:`kvd.layout`): both daemons
+compute addresses in it. History: 1, leases; 2, tensors in layouts of their own."""
 
 TELL_S, SAVE_S = 1.0, 30.0
 """How often sources are told what was learnt, and how often it is written down."""
@@ -128,6 +132,7 @@ class Daemon:
             [self._fabric, self._loopback],
             client_limit=config.memory.client_limit,
         )
+        self._devices = {name: self._make_device(name, npu) for name, npu in config.npu.items()}
         selective = config.selective
         self._profiles = Profiles(Path(selective.profiles) if selective.profiles else None)
         if config.profile.learn:
@@ -173,6 +178,7 @@ class Daemon:
             deadline_s=config.transfer.deadline_s,
             status=self.status,
             profiles=self._profiles,
+            placing=Placing(self._pool, self._devices),
         )
         activated = [passed.fd for passed in notify.listen_fds() if passed.name == "api"]
         self._api = ApiServer(
@@ -184,6 +190,22 @@ class Daemon:
             log=structlog.get_logger("kvd.api"),
             limits=ApiLimits(clients=config.api.max_clients),
             listen_fd=activated[0] if activated else None,
+        )
+
+    def _make_device(self, name: str, npu: Npu) -> NpuDevice:
+        """Raises :class:`~kvd.errors.OutOfMemory` or what the card's driver refuses."""
+        nbytes = int(npu.channel_bytes)
+        if npu.backing == "host":
+            backing: Backing = HostBacking(npu.channels, nbytes)
+        else:
+            backing = TenstorrentBacking(npu.path, npu.channels, nbytes, origin=int(npu.origin), noc=npu.noc)
+        return NpuDevice(
+            name,
+            backing,
+            channels=npu.channels,
+            channel_bytes=nbytes,
+            alignment=npu.alignment,
+            fabrics=[self._fabric, self._loopback],
         )
 
     @property
@@ -248,6 +270,8 @@ class Daemon:
         await self._fabric.close()
         await self._loopback.close()
         await self._engine.close()
+        for device in self._devices.values():
+            device.close()
         self._pool.close()
         log.info("stopped", unfinished=left)
 
@@ -349,6 +373,7 @@ class Daemon:
             profiles=self._profiles.installed(),
             recordings=self._profiles.recorded(),
             learnt=learner.statuses(time.time()) if learner is not None else [],
+            devices=[device.status() for device in self._devices.values()],
         )
 
 

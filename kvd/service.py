@@ -16,6 +16,7 @@ import structlog
 from kvd.api.server import Answer, ClientSession
 from kvd.errors import Aborted, InvalidArgument, KvdError, NotFound
 from kvd.importance.prompt import check_shares
+from kvd.placing import Placing
 from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
 from kvd.transfer.engine import Engine
@@ -60,8 +61,10 @@ class Service:
         deadline_s: float,
         status: Callable[[], api.Status],
         profiles: Profiles,
+        placing: Placing,
     ) -> None:
         self._engine = engine
+        self._placing = placing
         self._connect = connect
         self._deadline_s = deadline_s
         self._status = status
@@ -84,6 +87,10 @@ class Service:
                 return self._open(client, request)
             case api.Fetch():
                 return self._fetch(client, request)
+            case api.OpenCache():
+                return self._placing.open_cache(client.id, request)
+            case api.CloseCache():
+                self._placing.close_cache(client.id, request.cache)
             case api.Reject():
                 return self._reject(request)
             case api.RankBlocks():
@@ -135,6 +142,7 @@ class Service:
         self._uploads.pop(client.id, None)
         self._downloads.pop(client.id, None)
         self._engine.submit(ev.ClientLost(client.id))
+        self._placing.client_lost(client.id)
 
     # --- for the engine ---------------------------------------------------------------------------------------------
 
@@ -191,32 +199,41 @@ class Service:
             metadata=request.metadata,
             landing_entries=0 if isinstance(request, api.OpenSource) else request.landing_entries,
             landing_slots=0 if isinstance(request, api.OpenSource) else request.landing_slots,
+            placed=request.placement is not None or request.cache != 0,
         )
         if isinstance(request, api.OpenSource):
             role, peer, handle, held = Role.SOURCE, request.sink, "", []
         else:
             role, peer, handle, held = Role.SINK, _source_node(request), request.handle, request.held
-        transfer, handle, lease = await self._engine.open(
-            role=role,
-            process=self,
-            client=client.id,
-            request=request.request,
-            rank=request.rank,
-            ranks=request.ranks,
-            head_start=request.head_start,
-            spec=request.spec,
-            layout=layout,
-            lengths=request.lengths,
-            peer=peer,
-            handle=handle,
-            held=held,
-            deadline_s=request.deadline_s or self._deadline_s,
-            mode=request.mode,
-            selector=request.selector,
-            prefill_s=request.prefill_s if isinstance(request, api.OpenSource) else 0.0,
-            still_there=lambda: client.id not in self._lost,
-            opened=lambda transfer, generation: self._remember(client, transfer, generation),
-        )
+        tensors, target = await self._placing.open(client.id, request, layout)
+        try:
+            transfer, handle, lease = await self._engine.open(
+                role=role,
+                process=self,
+                client=client.id,
+                request=request.request,
+                rank=request.rank,
+                ranks=request.ranks,
+                head_start=request.head_start,
+                spec=request.spec,
+                layout=layout,
+                lengths=request.lengths,
+                peer=peer,
+                handle=handle,
+                held=held,
+                deadline_s=request.deadline_s or self._deadline_s,
+                mode=request.mode,
+                selector=request.selector,
+                prefill_s=request.prefill_s if isinstance(request, api.OpenSource) else 0.0,
+                tensors=tensors,
+                target=target,
+                still_there=lambda: client.id not in self._lost,
+                opened=lambda transfer, generation: self._remember(client, transfer, generation),
+            )
+        except BaseException:
+            if tensors is not None:
+                tensors.give_back()
+            raise
         opened = self._opened[transfer]
         opened.request, opened.layout = request, layout
         reply = api.Opened(
@@ -228,7 +245,12 @@ class Service:
             generation=lease.generation,
             count_blocks=self._count_blocks(request),
         )
-        return reply, [lease.fd]
+        fds = [lease.fd]
+        if tensors is not None and tensors.owned:  # a cache's own mapping serves its transfers, too
+            reply.tensors = tensors.map
+            fds += tensors.memory.descriptors
+            reply.descriptors = len(fds)
+        return reply, fds
 
     def _count_blocks(self, request: api.OpenSource | api.OpenSink) -> int:
         """In how many blocks a process is to count what it selects; 0: it need not."""

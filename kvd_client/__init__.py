@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvd_client.client import Client
 from kvd_client.errors import KvdError
+from kvd_client.layouts import Placement
 from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "KvdError",
     "MetadataSpec",
     "PartLayout",
+    "Placement",
     "PrefillTransfer",
     "TokenRange",
 ]

@@ -15,7 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def items_of(value: Any, name: str, row: int | None, nbytes: int) -> npt.NDArray[Any]:
     """``value``'s innermost axis as one opaque item of ``nbytes``: (rows, a, b) of dtype ``V<nbytes>``."""
-    array = _as_bytes(value)
+    array = bytes_of(value)
     if row is not None and array.ndim == 3:
         array = array[None]
     if array.ndim != 4 or array.shape[-1] != nbytes:
@@ -28,7 +28,8 @@ def items_of(value: Any, name: str, row: int | None, nbytes: int) -> npt.NDArray
     return array.view(f"V{nbytes}")[..., 0]
 
 
-def _as_bytes(value: Any) -> Bytes:
+def bytes_of(value: Any) -> Bytes:
+    """An array or tensor with its innermost axis as bytes; copied only where that needs it."""
     # A tensor can only come from a torch that is imported already.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 from kvd_client import forks
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, ProtocolError
+from kvd_client.layouts import Placement
 from kvd_client.protocol import (
     MODES,
     ExportProfile,
     GetStatus,
     InstallProfile,
+    OpenCache,
     OpenSink,
     OpenSource,
     ProfileData,
@@ -25,6 +28,7 @@ from kvd_client.protocol import (
 from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
 
 if TYPE_CHECKING:
+    from kvd_client.cache import Cache
     from kvd_client.decode import DecodeTransfer
     from kvd_client.prefill import PrefillTransfer
 
@@ -125,6 +129,9 @@ class Client:
         selector: str = "",
         prefill_s: float = 0.0,
         deadline_s: float = 0.0,
+        placement: Placement | None = None,
+        cache: Cache | None = None,
+        blocks: Sequence[Sequence[int]] = (),
     ) -> PrefillTransfer:
         """Open one rank of a transfer as its source.
 
@@ -138,12 +145,17 @@ class Client:
         has given one, empty for the daemon's default; ``selector`` is the KV selection algorithm's name, by which a
         profile is found; ``prefill_s`` says how many seconds prefill will take (T_p), 0 for what the profile says.
 
+        ``placement`` puts the tensors on a device of this node, in the device's layout; with ``cache`` they are in an
+        engine's cache already (:meth:`open_cache`), row ``r`` in its ``blocks[r]``.
+
         Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
         :class:`PeerUnknown`, :class:`ShuttingDown`.
         """
         from kvd_client.prefill import PrefillTransfer  # here, since NumPy costs more than all the rest
 
-        layout, start = self._layout(spec, lengths, capacity, heads, metadata)
+        layout, start = self._layout(
+            spec, lengths, capacity, heads, metadata, placed=placement is not None or cache is not None
+        )
         message = OpenSource(
             request=request,
             spec=spec,
@@ -159,9 +171,14 @@ class Client:
             prefill_s=prefill_s,
             sink=sink,
             deadline_s=deadline_s,
+            placement=placement,
+            cache=cache.id if cache is not None else 0,
+            table=_table(blocks),
         )
         connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
-        return PrefillTransfer(connection, part, layout, lengths)
+        transfer = PrefillTransfer(connection, part, layout, lengths)
+        transfer._place(cache, blocks)
+        return transfer
 
     def decode(
         self,
@@ -182,6 +199,11 @@ class Client:
         landing_entries: int = 0,
         landing_slots: int = 2,
         deadline_s: float = 0.0,
+        placement: Placement | None = None,
+        cache: Cache | None = None,
+        blocks: Sequence[Sequence[int]] = (),
+        unit: str = "",
+        pull: bool = False,
     ) -> DecodeTransfer:
         """Open one rank of a transfer as its sink; arguments as in :meth:`prefill`.
 
@@ -191,11 +213,16 @@ class Client:
 
         ``landing_entries`` is the most KV entries of a (row, head) that one ``select`` or ``begin_fetch`` brings, 0
         where nothing will be selected; ``landing_slots`` how many of them can be under way at a time.
+
+        With ``placement`` or ``cache`` the tensors arrive on a device of this node, in the device's layout
+        (:attr:`DecodeTransfer.tensors`). ``unit``, one of :data:`kvd_client.layouts.UNITS`, is what is regrouped and
+        sent at once, default a layer; with ``pull`` this node reads what the source has regrouped.
         """
         from kvd_client.decode import DecodeTransfer
 
         slots = landing_slots if landing_entries else 0
-        layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots)
+        placed = placement is not None or cache is not None
+        layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed)
         ranges = [TokenRange(*r) if isinstance(r, tuple) else r for r in held]
         message = OpenSink(
             request=request,
@@ -215,9 +242,32 @@ class Client:
             handle=handle,
             held=ranges,
             deadline_s=deadline_s,
+            placement=placement,
+            cache=cache.id if cache is not None else 0,
+            table=_table(blocks),
+            unit=unit,
+            pull=pull,
         )
         connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
-        return DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
+        transfer = DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
+        transfer._place(cache, blocks)
+        return transfer
+
+    def open_cache(self, spec: KVSpec, placement: Placement, blocks: int, *, heads: int = 0) -> Cache:
+        """Memory for an engine's KV cache on a device of this node: for each layer of ``spec`` tensors of ``blocks``
+        blocks, into which transfers go by block table. ``heads``: how many of the spec's this rank has, 0 for all.
+
+        It goes back with :meth:`Cache.close`, or with this client's connection. Raises :class:`InvalidArgument`,
+        :class:`NotFound` for a device that the node does not have, :class:`UnsupportedLayout`, and
+        :class:`OutOfMemory`, which names the channel.
+        """
+        from kvd_client.cache import Cache
+
+        message = OpenCache(spec=spec, placement=placement, blocks=blocks, head_count=heads)
+        connection, opened = self._call(lambda connection: (connection, connection.open_cache(message)))
+        tokens = blocks * placement.block_tokens
+        layout = part_layout(spec, heads=heads or spec.kv_heads, rows=1, capacity=tokens, placed=True)
+        return Cache(connection, opened, layout, placement, blocks)
 
     @staticmethod
     def _layout(
@@ -228,6 +278,7 @@ class Client:
         metadata: Sequence[MetadataSpec],
         landing_entries: int = 0,
         landing_slots: int = 0,
+        placed: bool = False,
     ) -> tuple[PartLayout, int]:
         spec.check()
         longest = max(lengths, default=0)
@@ -252,6 +303,7 @@ class Client:
             metadata=tuple(metadata),
             landing_entries=landing_entries,
             landing_slots=landing_slots,
+            placed=placed,
         )
         return layout, start
 
@@ -297,6 +349,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _table(blocks: Sequence[Sequence[int]]) -> bytes:
+    """A block table as it crosses the API: int32, row after row."""
+    flat = [block for row in blocks for block in row]
+    return struct.pack(f"<{len(flat)}i", *flat)
 
 
 def _mode(mode: str) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvd_client import forks
@@ -30,14 +30,18 @@ from kvd_client.errors import (
     ProtocolError,
     error_from_code,
 )
+from kvd_client.layouts import TensorMap
 from kvd_client.mapping import Mapping
 from kvd_client.protocol import (
     PROTOCOL_VERSION,
     RING_SLOTS,
     SLOT_FAILED,
+    CacheOpened,
+    CloseCache,
     Ended,
     Failure,
     Hello,
+    OpenCache,
     Opened,
     OpenSink,
     OpenSource,
@@ -63,14 +67,47 @@ _live: weakref.WeakSet[Connection] = weakref.WeakSet()
 class Part:
     """One open transfer, as the connection knows it: its numbers, its memory, and how it ended."""
 
-    __slots__ = ("__weakref__", "count_blocks", "ended", "handle", "mapping", "nbytes", "released", "slot", "transfer")
+    __slots__ = (
+        "__weakref__",
+        "channels",
+        "count_blocks",
+        "ended",
+        "handle",
+        "mapping",
+        "nbytes",
+        "released",
+        "slot",
+        "tensors",
+        "transfer",
+    )
 
-    def __init__(self, opened: Opened, mapping: Mapping) -> None:
+    def __init__(self, opened: Opened, mapping: Mapping, channels: Sequence[Mapping] = ()) -> None:
         self.transfer, self.handle, self.slot = opened.transfer, opened.handle, opened.slot
         self.nbytes, self.count_blocks = opened.nbytes, opened.count_blocks
         self.mapping = mapping
+        self.tensors = opened.tensors
+        self.channels = channels
+        """The device's channels, where the part has tensors of its own there and the device can be mapped."""
         self.ended: Ended | None = None
         self.released = False
+
+    def retire(self) -> None:
+        """Zero pages instead of the memory, before it may be somebody else's. Idempotent."""
+        for mapping in (self.mapping, *self.channels):
+            mapping.retire()
+
+
+class OpenedCache:
+    """A cache of this connection."""
+
+    __slots__ = ("__weakref__", "cache", "channels", "tensors")
+
+    def __init__(self, opened: CacheOpened, channels: list[Mapping]) -> None:
+        self.cache, self.tensors, self.channels = opened.cache, opened.tensors, channels
+
+    def retire(self) -> None:
+        for mapping in self.channels:
+            mapping.retire()
 
 
 class Connection:
@@ -94,8 +131,9 @@ class Connection:
         self._refusal: Failure | None = None
         self._replies: dict[int, tuple[Reply, list[int]] | None] = {}
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
+        self._caches: weakref.WeakSet[OpenedCache] = weakref.WeakSet()
         self._ended: OrderedDict[int, Ended] = OrderedDict()
-        self._orphans: deque[int] = deque()
+        self._orphans: deque[Release | CloseCache] = deque()
         self._owned: list[int] = []
         self._stream = Stream(path, timeout_s)
         self._close = weakref.finalize(self, _close_all, self._stream, self._owned)
@@ -210,7 +248,7 @@ class Connection:
         """Open a transfer whose lease must have ``nbytes`` bytes, and map it."""
         reply, fds = self.request(message)
         try:
-            if not isinstance(reply, Opened) or len(fds) != 1:
+            if not isinstance(reply, Opened) or not fds:
                 raise ProtocolError(f"the daemon answered an open with {type(reply).__name__}, {len(fds)} descriptors")
             try:
                 if reply.nbytes < nbytes or not 0 <= reply.slot < RING_SLOTS:
@@ -219,10 +257,11 @@ class Connection:
                         nbytes=reply.nbytes,
                         need=nbytes,
                     )
-                dropped = functools.partial(self._orphans.append, reply.transfer)
-                part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped))
+                dropped = functools.partial(self._orphans.append, Release(transfer=reply.transfer))
+                channels = _map_channels(reply.tensors, fds[1:])
+                part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped), channels)
             except KvdError:
-                self._orphans.append(reply.transfer)
+                self._orphans.append(Release(transfer=reply.transfer))
                 raise
         finally:
             _close_fds(fds)
@@ -230,6 +269,33 @@ class Connection:
             self._parts[part.transfer] = part
             part.ended = self._ended.pop(part.transfer, None)
         return part
+
+    def open_cache(self, message: OpenCache) -> OpenedCache:
+        """Open a cache, and map its channels where that is possible."""
+        reply, fds = self.request(message)
+        try:
+            if not isinstance(reply, CacheOpened):
+                raise ProtocolError(f"the daemon answered the opening of a cache with {type(reply).__name__}")
+            try:
+                opened = OpenedCache(reply, _map_channels(reply.tensors, fds))
+            except KvdError:
+                self._orphans.append(CloseCache(cache=reply.cache))
+                raise
+        finally:
+            _close_fds(fds)
+        self._caches.add(opened)
+        return opened
+
+    def close_cache(self, opened: OpenedCache) -> None:
+        """Give a cache's memory back; raises :class:`Busy` while transfers into it are open. Idempotent."""
+        self.check()
+        if opened not in self._caches:
+            return
+        opened.retire()  # in this order, as in release
+        if self._lost is None:
+            with contextlib.suppress(DaemonLost):
+                self.request(CloseCache(cache=opened.cache))
+        self._caches.discard(opened)
 
     def release(self, part: Part) -> None:
         """Zero the views of the part's memory, then give the memory back. Idempotent, also on a lost connection."""
@@ -240,15 +306,16 @@ class Connection:
             part.released = True
             self._parts.pop(part.transfer, None)
         # In this order: from the daemon's answer on, the memory may be somebody else's.
-        part.mapping.retire()
+        part.retire()
         if self._lost is None:
             with contextlib.suppress(DaemonLost):
                 self.request(Release(transfer=part.transfer))
 
     def _release_orphans(self, deadline: float) -> None:
         while self._orphans:
-            # Nobody waits for this id, so the answer is dropped.
-            self._send(encode(Release(id=next(self._ids), transfer=self._orphans.popleft())), deadline)
+            message = self._orphans.popleft()
+            message.id = next(self._ids)  # nobody waits for this id, so the answer is dropped
+            self._send(encode(message), deadline)
 
     def _send(self, frame: bytes, deadline: float) -> None:
         if self._lost is not None:
@@ -344,7 +411,9 @@ class Connection:
         # A reply that came after its caller had given up; what it opens must not stay open.
         _close_fds(fds)
         if isinstance(reply, Opened):
-            self._orphans.append(reply.transfer)
+            self._orphans.append(Release(transfer=reply.transfer))
+        elif isinstance(reply, CacheOpened):
+            self._orphans.append(CloseCache(cache=reply.cache))
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -361,13 +430,17 @@ class Connection:
         doorbell = getattr(self, "doorbell", None)
         if doorbell is not None and doorbell.closed:
             for part in list(self._parts.values()):
-                part.mapping.retire()
+                part.retire()
+            for cache in list(self._caches):
+                cache.retire()
 
     def close(self) -> None:
         """End the connection; the daemon takes back everything opened over it. Idempotent."""
         for part in list(self._parts.values()):
             part.released = True
-            part.mapping.retire()
+            part.retire()
+        for cache in list(self._caches):
+            cache.retire()
         self._lose("this process closed it")
 
     def _lost_error(self, *, sent: bool) -> DaemonLost:
@@ -442,6 +515,13 @@ def raise_if_failed(part: Part) -> None:
 
 def _error_of(failure: Failure) -> KvdError:
     return error_from_code(failure.code, failure.message, failure.fields)
+
+
+def _map_channels(tensors: TensorMap | None, fds: list[int]) -> list[Mapping]:
+    """A mapping for each channel's descriptor."""
+    if tensors is None or not fds:
+        return []
+    return [Mapping(fd, tensors.offset, tensors.nbytes) for fd in fds]
 
 
 def _close_fds(fds: list[int]) -> None:

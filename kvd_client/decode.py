@@ -182,7 +182,12 @@ class DecodeTransfer(Transfer):
             )
         stop = start + items.shape[1]
         self._check_held(row, start, stop)
-        self._layer(layer).view(items.dtype)[row, start:stop, :, 0] = items[0]
+        if self.layout.placed:
+            p = self.layout
+            first, last = ((row * p.capacity + token) * p.heads for token in (start, stop))
+            self.tensors.scatter(layer, np.arange(first, last), items[0].view(np.uint8))
+        else:
+            self._layer(layer).view(items.dtype)[row, start:stop, :, 0] = items[0]
         self._mark((layer,), row, start, stop)
 
     def mark_held(self, row: int, start: int, stop: int) -> None:

@@ -173,6 +173,12 @@ class OutOfMemory(KvdError):
     code = "OUT_OF_MEMORY"
 
 
+class DeviceUnavailable(KvdError):
+    """A device that the configuration names is not there, or its driver refuses; ``fields`` has ``path``."""
+
+    code = "DEVICE_UNAVAILABLE"
+
+
 class Busy(KvdError):
     """A configured limit is reached; try again after ``fields['retry_after_s']`` if present."""
 

@@ -86,9 +86,7 @@ class PendingSelection:
             lanes.landing_rows(self.slot, self.index.shape[1])[self._nothing] = 0
 
     def _copy(self, which: npt.NDArray[np.bool_]) -> None:
-        lanes = self._lanes
-        size = lanes.layout.entry_bytes
-        gather(lanes.memory(self.layer), size, self._entries[which], lanes.landing(self.slot), self._places[which])
+        self._lanes.load(self.layer, self.slot, self._entries[which], self._places[which])
 
     @property
     def done(self) -> bool:
@@ -168,6 +166,14 @@ class Lanes:
         p = self.layout
         start = p.layer_offset(layer)
         return self._transfer._memory[start : start + p.layer_bytes]
+
+    def load(self, layer: int, slot: int, entries: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> None:
+        """Copy entries of a layer, wherever it lies, to their places in a landing slot."""
+        p, landing = self.layout, self.landing(slot)
+        if p.placed:
+            landing.reshape(-1, p.entry_bytes)[places] = self._transfer.tensors.gather(layer, entries)
+        else:
+            gather(self.memory(layer), p.entry_bytes, entries, landing, places)
 
     def landing(self, slot: int) -> Bytes:
         p = self.layout
@@ -261,9 +267,13 @@ class Lanes:
         places: npt.NDArray[np.int64],
         which: npt.NDArray[np.bool_],
     ) -> None:
-        """Copy fetched entries to their place in the lease, and remember that they are there."""
+        """Copy fetched entries to their place in the lease, or in the device's tensors, and remember them."""
         p = self.layout
-        gather(self.landing(slot), p.entry_bytes, places[which], self.memory(layer), entries[which])
+        if p.placed:
+            values = self.landing(slot).reshape(-1, p.entry_bytes)[places[which]]
+            self._transfer.tensors.scatter(layer, entries[which], values)
+        else:
+            gather(self.landing(slot), p.entry_bytes, places[which], self.memory(layer), entries[which])
         with self._lock:
             known = self._known.get(layer)
             if known is None:

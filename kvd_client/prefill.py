@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.arrays import items_of
+from kvd_client.arrays import Bytes, items_of
 from kvd_client.connection import raise_if_failed
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.protocol import (
@@ -81,7 +81,18 @@ class PrefillTransfer(Transfer):
         target = self._layer(layer).view(sources[0].dtype)
         for i, source in enumerate(sources):
             self._copy(target[..., i], source, row, start, tokens)
+        if p.placed:
+            self._put_placed(layer, target.view(np.uint8), row, start, tokens)
         self._ring(layer, start, min(start + tokens, self._longest), row)
+
+    def _put_placed(self, layer: int, layer_bytes: Bytes, row: int | None, start: int, tokens: int) -> None:
+        """Put a chunk of a layer, token-major, into the tensors on the device."""
+        p = self.layout
+        for r in range(p.rows) if row is None else (row,):
+            token = np.arange(start, min(start + tokens, self.lengths[r]), dtype=np.int64)
+            entries = ((r * p.capacity + token)[:, None] * p.heads + np.arange(p.heads)).ravel()
+            values = layer_bytes.reshape(-1, p.entry_bytes)[entries]
+            self.tensors.scatter(layer, entries, values)
 
     def _copy(
         self, target: npt.NDArray[Any], source: npt.NDArray[Any], row: int | None, start: int, tokens: int

@@ -8,7 +8,8 @@ The client speaks first (:class:`Hello`); the daemon answers each request with o
 ``id``. Replies with ``id`` 0 are unasked: :class:`Ended`. File descriptors travel by SCM_RIGHTS with the frame's
 first byte; the messages say how many belong to them.
 
-Version history: 1, first version.
+Version history: 1, first version. 2, tensors in a device's memory: ``placement`` and ``cache`` of an open, caches, and
+the channel buffers of :class:`Opened`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import msgpack
 import msgspec
 
 from kvd_client.errors import ProtocolError
+from kvd_client.layouts import Placement, TensorMap
 from kvd_client.spec import KVSpec, MetadataSpec, TokenRange
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME = 1 << 20
 MAX_DEPTH = 16
 MODES = ("full", "partial", "profile", "parallel", "speculative")
@@ -75,6 +77,12 @@ class OpenSource(Message, tag="open_source"):
     """Node id to announce the transfer to; empty: the sink finds this node by itself."""
     deadline_s: float = 0.0
     """Seconds until the transfer must be delivered; 0: the daemon's default."""
+    placement: Placement | None = None
+    """The tensors lie in a device's memory; None: in the lease, token-major."""
+    cache: int = 0
+    """They lie in this cache (:class:`OpenCache`), in the blocks of ``table``; 0: in memory of the transfer's own."""
+    table: bytes = b""
+    """int32: the cache's block of each (row, logical block), row after row."""
 
 
 class OpenSink(Message, tag="open_sink"):
@@ -102,6 +110,30 @@ class OpenSink(Message, tag="open_sink"):
     held: list[TokenRange] = []
     """Tokens that this process has already, in every layer; they are never sent."""
     deadline_s: float = 0.0
+    placement: Placement | None = None
+    cache: int = 0
+    table: bytes = b""
+    unit: str = ""
+    """One of :data:`kvd_client.layouts.UNITS`; empty: ``layer`` in mode ``full``, else ``chunk``."""
+    pull: bool = False
+    """Read from the source's staging memory instead of having it write."""
+
+
+class OpenCache(Message, tag="open_cache"):
+    """Memory of a device for the KV cache of an engine, which outlives transfers: ``spec.layers`` layers of tensors of
+    ``blocks`` blocks each. Answered by :class:`CacheOpened`."""
+
+    spec: KVSpec
+    placement: Placement
+    blocks: int
+    head_count: int = 0
+    """Of the tensors; 0: all heads of the spec."""
+
+
+class CloseCache(Message, tag="close_cache"):
+    """Give a cache's memory back; transfers into it must have been released. Does nothing the second time."""
+
+    cache: int
 
 
 class Finish(Message, tag="finish"):
@@ -222,7 +254,17 @@ class Opened(Message, tag="opened"):
     count_blocks: int = 0
     """Sink: count selections in so many KV blocks, and report them at the release: the daemon learns from them. 0: it
     does not."""
+    tensors: TensorMap | None = None
+    """Where they lie on a device; behind the lease's descriptor comes one for each channel that a process can map."""
     descriptors: int = 1
+
+
+class CacheOpened(Message, tag="cache_opened"):
+    """The cache exists; with a descriptor for each channel."""
+
+    cache: int
+    tensors: TensorMap
+    descriptors: int
 
 
 class Ok(Message, tag="ok"):
@@ -302,6 +344,23 @@ class MemoryStatus(msgspec.Struct, kw_only=True):
     huge_pages: bool
 
 
+class DeviceStatus(msgspec.Struct, kw_only=True):
+    """Bytes of a device's memory channels; lists by channel."""
+
+    name: str
+    backing: str
+    """``host`` or ``tenstorrent``."""
+    channel_bytes: int
+    """What each channel has."""
+    alignment: int
+    leases: int
+    used: list[int]
+    largest_free: list[int]
+    """The largest extent that is free in the channel."""
+    largest_common: int
+    """The largest extent that is free at the same place in all channels."""
+
+
 class ProfileStatus(msgspec.Struct, kw_only=True):
     """A profile that new transfers use."""
 
@@ -371,12 +430,15 @@ class Status(Message, tag="status"):
     profiles: list[ProfileStatus] = []
     recordings: list[RecordingStatus] = []
     learnt: list[LearntStatus] = []
+    devices: list[DeviceStatus] = []
 
 
 Request = (
     Hello
     | OpenSource
     | OpenSink
+    | OpenCache
+    | CloseCache
     | Finish
     | Release
     | Abort
@@ -388,7 +450,7 @@ Request = (
     | ExportProfile
     | GetStatus
 )
-Reply = Welcome | Opened | Ok | Failure | Ended | Ranked | ProfileData | Status
+Reply = Welcome | Opened | CacheOpened | Ok | Failure | Ended | Ranked | ProfileData | Status
 
 
 # --- framing ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ heads, ``rows`` sequences with room for ``capacity`` tokens each. Its memory is 
 Token-major keeps a KV block (a token range, all heads) contiguous: one descriptor a row, however many heads.
 Metadata (what a KV selection algorithm needs of the keys before it can choose) and landing slots (where fetched
 entries arrive, at the head of each row of the cache that attention will see) are there for those who ask for them.
+Where the layers lie in a device's memory (:mod:`kvd_client.layouts`), the lease begins with the masks.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Sink: most entries of a (row, head) that one fetch brings."""
     landing_slots: int = 0
     """Sink: fetches that can be under way at a time."""
+    placed: bool = False
+    """The layers lie elsewhere, as a :class:`~kvd_client.layouts.Placement` says: the lease has only what follows."""
 
     def check(self) -> PartLayout:
         """Return ``self``, or raise :class:`InvalidArgument` naming the first field that makes no sense."""
@@ -128,7 +131,8 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def layer_stride(self) -> int:
-        return _align(self.layer_bytes)
+        """From one layer to the next in the lease; 0 where the layers are not in it."""
+        return 0 if self.placed else _align(self.layer_bytes)
 
     @property
     def mask_bytes(self) -> int:
@@ -211,6 +215,7 @@ def part_layout(
     metadata: tuple[MetadataSpec, ...] = (),
     landing_entries: int = 0,
     landing_slots: int = 0,
+    placed: bool = False,
 ) -> PartLayout:
     """The layout of a part of ``spec`` that has ``heads`` KV heads; raises :class:`InvalidArgument`."""
     return PartLayout(
@@ -222,6 +227,7 @@ def part_layout(
         metadata=metadata,
         landing_entries=landing_entries,
         landing_slots=landing_slots,
+        placed=placed,
     ).check()
 
 

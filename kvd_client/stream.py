@@ -13,16 +13,16 @@ import time
 from collections import deque
 
 from kvd_client.errors import DaemonUnreachable, ProtocolError
-from kvd_client.protocol import LENGTH, MAX_FRAME, Opened, Reply, Welcome, decode_reply
+from kvd_client.protocol import LENGTH, MAX_FRAME, CacheOpened, Opened, Reply, Welcome, decode_reply
 
 _RECEIVE = 1 << 16
-_ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+_ANCILLARY = socket.CMSG_SPACE(64 * array.array("i").itemsize)
 # Combined once: `|` on the socket module's flags costs 3 us.
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _length = LENGTH.unpack_from
-_WITH_DESCRIPTORS = (Opened, Welcome)
+_WITH_DESCRIPTORS = (Opened, CacheOpened, Welcome)
 
 
 class StreamEnded(Exception):
@@ -127,7 +127,7 @@ class Stream:
             reply = decode_reply(data[at + LENGTH.size : stop])
             fds: list[int] = []
             if type(reply) in _WITH_DESCRIPTORS:  # a quarter of what isinstance costs on these classes
-                assert isinstance(reply, (Opened, Welcome))
+                assert isinstance(reply, (Opened, CacheOpened, Welcome))
                 # They came with the frame's first byte, so they are here if they were sent.
                 if not 0 <= reply.descriptors <= len(self._descriptors):
                     raise ProtocolError(f"a {type(reply).__name__} without its {reply.descriptors} descriptors")

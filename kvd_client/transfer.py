@@ -24,7 +24,8 @@ from kvd_client.protocol import (
 from kvd_client.spec import PartLayout
 
 if TYPE_CHECKING:
-    pass
+    from kvd_client.cache import Cache
+    from kvd_client.tensors import DeviceTensors
 
 Index = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.int8]
@@ -48,6 +49,7 @@ class Transfer:
         self._memory: Bytes = np.asarray(part.mapping)
         self._longest = max(lengths)
         self._equal = min(lengths) == self._longest
+        self._tensors: DeviceTensors | None = None
         self._told = False
         """The caller has aborted, or a finish has raised."""
 
@@ -56,13 +58,36 @@ class Transfer:
         """The daemon's number of this part, as ``kvd status`` shows it."""
         return self._part.transfer
 
+    @property
+    def tensors(self) -> DeviceTensors:
+        """The part's tensors on its device. Raises :class:`InvalidArgument` for a part that was opened without a
+        placement, or whose device's memory a process can't map."""
+        self._connection.check_part(self._part)
+        if self._tensors is None:
+            raise InvalidArgument(f"transfer {self.id} has no tensors on a device that this process could map")
+        return self._tensors
+
+    def _place(self, cache: Cache | None, blocks: Sequence[Sequence[int]]) -> None:
+        """Find the tensors of a part that has just been opened."""
+        p, found = self.layout, self._part.tensors
+        if cache is not None:
+            self._tensors = cache.of(p, np.array(blocks, np.int64))
+        elif found is not None and self._part.channels:
+            from kvd_client.tensors import DeviceTensors
+
+            table = np.arange(found.blocks, dtype=np.int64).reshape(p.rows, -1)
+            self._tensors = DeviceTensors(found, [np.asarray(m) for m in self._part.channels], p, table)
+
     def layer(self, layer: int) -> Bytes:
-        """Layer ``layer`` of the lease: uint8 (rows, capacity, heads, entry_bytes), writable, not a copy."""
+        """Layer ``layer`` of the lease: uint8 (rows, capacity, heads, entry_bytes), writable, not a copy. Of tensors on
+        a device it is a copy, in the same form."""
         self._check(layer)
         return self._layer(layer)
 
     def _layer(self, layer: int) -> Bytes:
         p = self.layout
+        if p.placed:
+            return self.tensors.read(layer)
         start = p.layer_offset(layer)
         flat = self._memory[start : start + p.layer_bytes]
         return flat.reshape(p.rows, p.capacity, p.heads, p.entry_bytes)

@@ -174,6 +174,14 @@ def demo(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times of tokens as a PNG.")
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            metavar="L",
+            help="Bring the KV cache into a device layout, over 8 memory channels: tenstorrent, for example.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object; all else to standard error.")] = False,
 ) -> None:
     """Move a real model's KV cache between two daemons on this machine, and show the figures.
@@ -195,6 +203,10 @@ def demo(
     extra = [name for name, value in given.items() if value is not None]
     if not selective and (extra or link == AUTO):
         raise InvalidArgument(f"{(extra or ['--link auto'])[0]} is for selective transfer; add --mode or --compare")
+    if selective and layout is not None:
+        raise InvalidArgument("--layout is for the plain demo; leave --mode and --compare out")
+    if layout is not None:
+        _check_layout(layout)
     _check_packages((*_PACKAGES, *(() if model else _CONVERSION), *(("matplotlib",) if plot else ())))
 
     if plot is not None and not plot.absolute().parent.is_dir():
@@ -243,6 +255,7 @@ def demo(
                     prompt_file=prompt_file,
                     prompt_tokens=prompt_tokens,
                     model=model,
+                    layout=layout or "",
                 ),
                 shown,
             )
@@ -251,6 +264,15 @@ def demo(
         raise typer.Exit(SIGNALLED + signalled.number) from None
     shown.report(report)
     raise typer.Exit(0 if report.tokens_equal else EXIT_DIFFERENT)
+
+
+def _check_layout(name: str) -> None:
+    """Raise :class:`~kvd.errors.InvalidArgument` or :class:`~kvd.errors.UnsupportedLayout` before anything starts."""
+    from kvd.demo.run import CHANNELS
+    from kvd.tensors import device_layout
+    from kvd_client.layouts import Placement
+
+    device_layout(Placement(layout=name, dtype="f32"), channels=CHANNELS, alignment=64)
 
 
 def _compare(options: compare.Options, shown: Display) -> Comparison:

@@ -1,4 +1,4 @@
-"""``kvd doctor``: what keeps RDMA from working on this host, all at once, with fixes."""
+"""``kvd doctor``: what keeps RDMA and cards from working on this host, all at once, with fixes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from kvd.cli.output import printable
 def doctor(path: Path | None) -> int:
     """Write one line a finding, and the fix below each problem; 1 if there is a problem, else 0."""
     from kvd.fabric.verbs import doctor as verbs
+    from kvd.memory import tenstorrent
 
     config, _ = configuration.read(path)
     wanted = config.fabric
     findings = list(
         verbs.examine(pool=config.memory.pool, device=wanted.device, port=wanted.port, gid_index=wanted.gid_index)
     )
+    what, fix = tenstorrent.describe()
+    # A card that nobody asked for is not missed.
+    wants = any(npu.backing == "tenstorrent" for npu in config.npu.values())
+    findings.append(verbs.Finding(what, fix if wants else ""))
     for finding in findings:
         typer.echo(f"{'ok  ' if finding.ok else 'FIX '} {printable(finding.what)}")
         if finding.fix:

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import kvd
+from kvd.cli.plan import plan_app
 from kvd.cli.profile import profile_app
 from kvd.errors import ConfigError, DaemonUnreachable, InvalidArgument, KvdError
 
@@ -51,6 +52,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(profile_app, name="profile")
+app.add_typer(plan_app, name="plan")
 
 ConfigFile = Annotated[
     Path | None,

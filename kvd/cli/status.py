@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from kvd.host import SYSTEM_SOCKET, Host
 from kvd.units import about
 from kvd_client import Client
 from kvd_client.protocol import (
+    DeviceStatus,
     LearntStatus,
     MemoryStatus,
     PeerStatus,
@@ -104,6 +106,9 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield from _peers(found.peers, width)
     yield ""
     yield from _transfers(found.transfers, width)
+    if found.devices:
+        yield ""
+        yield from _devices(found.devices, width)
     if found.profiles:
         yield ""
         yield from _profiles(found.profiles, width)
@@ -227,6 +232,22 @@ def _learnt(learnt: Sequence[LearntStatus], width: int) -> Iterator[str]:
         counts = f"{one.requests:.0f}", f"{one.heard:.0f}", f"{duration(one.age_s)} ago"
         rows.append((name, one.selector or "-", f"{one.low}-{one.high - 1}", *counts))
     yield from columns(rows, right=(3, 4, 5), give=(0, 1), width=width)
+
+
+def _devices(devices: Sequence[DeviceStatus], width: int) -> Iterator[str]:
+    """One line for each device and channel, or for neighbouring channels that are equal."""
+    rows = [("DEVICE", "BACKING", "CHANNEL", "USED", "FREE", "LARGEST", "LEASES")]
+    for device in devices:
+        first = True
+        channels = enumerate(zip(device.used, device.largest_free, strict=True))
+        for (used, largest), equal in itertools.groupby(channels, key=lambda item: item[1]):
+            numbers = [number for number, _ in equal]
+            span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+            sizes = (about(used), about(device.channel_bytes - used), about(largest))
+            name, backing, leases = (device.name, device.backing, str(device.leases)) if first else ("", "", "")
+            rows.append((name, backing, span, *sizes, leases))
+            first = False
+    yield from columns(rows, right=(3, 4, 5, 6), give=(0,), width=width)
 
 
 def _model(model: str, revision: str) -> str:

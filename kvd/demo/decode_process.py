@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from kvd.demo.lines import Line, run_child
-from kvd_client import Client, DecodeTransfer, KvdError
+from kvd_client import Client, DecodeTransfer, KvdError, Placement
 
 
 def main() -> None:
@@ -39,6 +39,7 @@ def _serve(line: Line, socket: str, folder: Path) -> None:
             lengths,
             capacity=lengths[0] + new_tokens - 1,
             source=inference.NODES["prefill"],
+            placement=_placement(command["layout"]),
         ) as transfer,
     ):
         watch = threading.Thread(target=_watch, args=(line, transfer), daemon=True)
@@ -52,6 +53,13 @@ def _serve(line: Line, socket: str, folder: Path) -> None:
         watch.join()
     line.emit("done", peak_memory=inference.peak_memory())
     line.command()
+
+
+def _placement(layout: str) -> Placement | None:
+    """On the decode node's device; the model computes in fp32."""
+    from kvd.demo.inference import DEVICE
+
+    return Placement(layout=layout, device=DEVICE, dtype="f32") if layout else None
 
 
 def _watch(line: Line, transfer: DecodeTransfer) -> None:

@@ -11,6 +11,8 @@ from kvd.demo.errors import DemoFailed
 
 NODES = {"prefill": "prefill", "decode": "decode"}
 """Node ids of the daemons that the two processes use."""
+DEVICE = "demo"
+"""Name of the decode node's device, where it has one."""
 
 
 def load(folder: Path) -> tuple[Any, Any]:

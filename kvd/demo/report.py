@@ -39,6 +39,13 @@ class Report:
     layers: int
     peak_memory: dict[str, int]
     """Bytes of each process at its largest."""
+    layout: str = ""
+    """In which the cache arrived; empty: token-major, as prefill has it."""
+    channels: int = 0
+    """Of the device that it arrived in."""
+    requests: int = 0
+    """Pieces in which it crossed the link, where it was regrouped."""
+    regroup_s: float = 0.0
 
     @property
     def tokens_equal(self) -> bool:
@@ -72,6 +79,10 @@ class Report:
                 "layers": self.layers,
                 "layers_at_sink_before_first_token": self.layers_before_first,
                 "peak_memory_bytes": self.peak_memory,
+                "layout": self.layout or None,
+                "channels": self.channels,
+                "requests": self.requests,
+                "regroup_s": self.regroup_s,
             }
         )
 
@@ -85,6 +96,7 @@ class Report:
             ("prompt", f"{self.prompt_tokens} tokens, KV cache {megabytes(self.kv_bytes)}"),
             ("new tokens", str(len(self.tokens))),
             ("bytes moved", f"{self.bytes_moved:,} ({megabytes(self.bytes_moved)})"),
+            *self._regrouped(),
             (
                 "link",
                 f"{rate(self.link_configured, 'unlimited')}, achieved {rate(self.link_achieved, 'unknown')}",
@@ -106,6 +118,12 @@ class Report:
                 "yes" if self.tokens_equal else f"NO, from token {self.first_difference}",
             ),
         ]
+
+    def _regrouped(self) -> list[tuple[str, str]]:
+        if not self.layout:
+            return []
+        how = f"{self.requests} requests, regrouped in {seconds(self.regroup_s)}"
+        return [("layout", f"{self.layout} over {self.channels} channels: {how}")]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Further tables: none."""

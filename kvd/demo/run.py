@@ -18,6 +18,8 @@ from kvd.units import Rate
 
 __all__ = ["Interrupted", "Options", "run"]
 
+CHANNELS = 8
+"""Of the decode node's device, where it has one: those of a Blackhole p150."""
 _MODULES = {"prefill": "kvd.demo.prefill_process", "decode": "kvd.demo.decode_process"}
 
 
@@ -33,6 +35,8 @@ class Options:
     """None: all of the file, or the default for the built-in text."""
     model: Path | None
     """None: the demo's own."""
+    layout: str = ""
+    """Of the cache at the decode node, which then has a device; empty: as prefill has it."""
 
 
 def run(options: Options, display: Display) -> Report:
@@ -50,7 +54,7 @@ class _Run(Stage[Report]):
         text, question, limit = self._prompt()
         folder = await self.model(self._options.model)
         display.say("starting two daemons and two inference processes")
-        self.start_daemons(self._options.link)
+        self.start_daemons(self._options.link, channels=CHANNELS if self._options.layout else 0)
         for name in NODES:
             argv = [sys.executable, "-m", _MODULES[name], str(self.socket(name)), str(folder)]
             children.start(name, argv, talks=True)
@@ -64,7 +68,7 @@ class _Run(Stage[Report]):
         display.say(f"a prompt of {tokens} tokens; link between the two nodes: {link}")
 
         seen = await self._request(tokens, layers)
-        moved = await self._bytes_sent()
+        moved, counters = await self._sent()
         reference = await self._reference(seen)
         for name in DAEMON.values():
             seen.peak[name] = peak_memory(children.pid(name))
@@ -87,6 +91,10 @@ class _Run(Stage[Report]):
             layers_before_first=sum(at <= seen.times[0] for at in seen.arrived),
             layers=layers,
             peak_memory=seen.peak,
+            layout=self._options.layout,
+            channels=CHANNELS if self._options.layout else 0,
+            requests=counters.get("tensor_requests", 0),
+            regroup_s=counters.get("regroup_us", 0) / 1e6,
         )
 
     def _prompt(self) -> tuple[str, str, int | None]:
@@ -101,7 +109,13 @@ class _Run(Stage[Report]):
         text's end."""
         children = self.children
         seen = _Seen(since=now())
-        children.send("decode", request=_REQUEST, tokens=tokens, new_tokens=self._options.new_tokens)
+        children.send(
+            "decode",
+            request=_REQUEST,
+            tokens=tokens,
+            new_tokens=self._options.new_tokens,
+            layout=self._options.layout,
+        )
         children.send("prefill", request=_REQUEST)
         running = {"delivered", "done"}
         while running:
@@ -125,10 +139,10 @@ class _Run(Stage[Report]):
                     running.remove("done")
         return seen
 
-    async def _bytes_sent(self) -> int:
-        """Payload that the prefill node's daemon has sent to the other: entries and masks."""
-        peers = (await self.status("prefill")).peers
-        return sum(peer.bytes_sent for peer in peers if peer.node == NODES["decode"])
+    async def _sent(self) -> tuple[int, dict[str, int]]:
+        """Payload that the prefill node's daemon has sent to the other, entries and masks, and its counters."""
+        status = await self.status("prefill")
+        return sum(peer.bytes_sent for peer in status.peers if peer.node == NODES["decode"]), status.counters
 
     async def _reference(self, seen: _Seen) -> list[int]:
         """What a single process makes of the prompt: only now, so as not to disturb what is measured."""

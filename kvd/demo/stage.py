@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from kvd.demo import model as demo_model
 from kvd.demo.display import Display
 from kvd.demo.errors import DemoFailed
-from kvd.demo.inference import NODES
+from kvd.demo.inference import DEVICE, NODES
 from kvd.demo.processes import Children, Event, child_environment, now
 from kvd.units import Rate
 from kvd_client import Client, KvdError
@@ -119,8 +119,11 @@ class Stage(abc.ABC, Generic[R]):
         """Where the daemon of a node listens."""
         return self.folder / f"{name}.sock"
 
-    def start_daemons(self, rate: int, *, selective: Mapping[str, str | float] | None = None) -> None:
-        """A daemon for each node, with a link of ``rate`` bytes a second (0: no limit) between them."""
+    def start_daemons(
+        self, rate: int, *, selective: Mapping[str, str | float] | None = None, channels: int = 0
+    ) -> None:
+        """A daemon for each node, with a link of ``rate`` bytes a second (0: no limit) between them. With ``channels``
+        the decode node has a device of so many, in this host's memory."""
         ports = dict(zip(NODES, _free_ports(len(NODES)), strict=True))
         for name, node in NODES.items():
             other = next(each for each in NODES if each != name)
@@ -134,6 +137,7 @@ class Stage(abc.ABC, Generic[R]):
                     other_port=ports[other],
                     rate=f'rate = "{Rate(rate)}"' if rate else "",
                     selective="\n".join(f"{key} = {value!r}" for key, value in (selective or {}).items()),
+                    device=_DEVICE.format(channels=channels) if channels and name == "decode" else "",
                 )
             )
             argv = [sys.executable, "-m", "kvd", "serve", "--config", str(config)]
@@ -206,9 +210,17 @@ rendezvous_s = 30
 name = "tcp"
 {rate}
 
+{device}
 [log]
 format = "console"
 level = "warning"
+"""
+
+_DEVICE = f"""\
+[npu.{DEVICE}]
+channels = {{channels}}
+channel_bytes = "64MiB"
+alignment = 64
 """
 
 

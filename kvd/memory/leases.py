@@ -1,10 +1,10 @@
-"""A lease: a piece of an arena that one transfer owns, until nobody can write to it any more."""
+"""A lease: memory that one transfer owns, until nobody can write to it any more."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from kvd.errors import InvalidArgument, LeaseExpired
 from kvd.fabric.base import Region
@@ -13,95 +13,34 @@ if TYPE_CHECKING:
     from kvd.memory.arena import Arena
 
 
-class Lease:
-    """``nbytes`` bytes at ``offset`` of an arena's memfd; made by :meth:`kvd.memory.pool.Pool.lease`.
+class Lifetime:
+    """What every lease has in common: it is *open*, then *released* (nothing new may start), then *free* (the memory
+    belongs to its pool or device again).
 
-    Its life: *open*, then *released* (nothing new may start), then *free* (the memory belongs to the pool again).
     Between released and free lie the holds: one for each operation that may still touch the bytes, so that late data
     never lands in memory that somebody else has been given.
     """
 
-    __slots__ = (
-        "_arena",
-        "_holds",
-        "_on_free",
-        "_reclaim",
-        "_regions",
-        "free",
-        "generation",
-        "mapped_bytes",
-        "nbytes",
-        "offset",
-        "owner",
-        "released",
-    )
+    __slots__ = ("_holds", "_on_free", "free", "generation", "nbytes", "owner", "released")
 
-    def __init__(
-        self,
-        arena: Arena,
-        regions: dict[str, Region],
-        *,
-        offset: int,
-        nbytes: int,
-        mapped_bytes: int,
-        generation: int,
-        owner: Hashable,
-        reclaim: Callable[[Lease], None],
-    ) -> None:
-        self.offset = offset
-        """Where the lease begins in the memfd and in each fabric's region: a multiple of ``page_size``."""
+    def __init__(self, *, nbytes: int, generation: int, owner: Hashable) -> None:
         self.nbytes = nbytes
-        self.mapped_bytes = mapped_bytes
-        """What it takes of the pool: ``nbytes`` in whole pages."""
         self.generation = generation
-        """Names the lease for as long as the pool lives; never used again."""
+        """Names the lease for as long as its pool or device lives; never used again."""
         self.owner = owner
         self.released = False
         self.free = False
-        self._arena = arena
-        self._regions = regions
         self._holds = 0
-        self._on_free: list[Callable[[Lease], None]] = []
-        self._reclaim = reclaim
+        self._on_free: list[Callable[[Any], None]] = []
 
     def __repr__(self) -> str:
         state = "free" if self.free else "released" if self.released else "open"
-        return f"<Lease {self.generation} of {self.owner!r}: {self.nbytes} bytes, {state}, {self._holds} holds>"
-
-    @property
-    def memory(self) -> memoryview:
-        """The bytes, writable, format ``B``. Raises :class:`LeaseExpired` once they have gone back to the pool."""
-        self._check_not_free()
-        return self._arena.memory[self.offset : self.offset + self.nbytes]
-
-    @property
-    def fd(self) -> int:
-        """The memfd to pass to a process; owned by the arena. Raises :class:`LeaseExpired` as ``memory``."""
-        self._check_not_free()
-        return self._arena.fd
-
-    @property
-    def page_size(self) -> int:
-        return self._arena.page_size
+        kind = type(self).__name__
+        return f"<{kind} {self.generation} of {self.owner!r}: {self.nbytes} bytes, {state}, {self._holds} holds>"
 
     @property
     def holds(self) -> int:
         return self._holds
-
-    def region(self, fabric: str) -> Region:
-        """The arena's region with the named fabric; the lease's bytes begin at ``offset`` in it.
-
-        Raises :class:`LeaseExpired` as ``memory``, and :class:`InvalidArgument` for a fabric that the pool was not
-        given.
-        """
-        self._check_not_free()
-        try:
-            return self._regions[fabric]
-        except KeyError:
-            raise InvalidArgument(
-                f"the pool's memory is not registered with fabric {fabric!r}, only with {sorted(self._regions)}",
-                fabric=fabric,
-            ) from None
 
     def hold(self) -> None:
         """Keep the memory for an operation that begins now. Raises :class:`LeaseExpired` on a released lease."""
@@ -121,6 +60,97 @@ class Lease:
         self._holds -= 1
         self._reclaim_if_idle()
 
+    def release(self) -> None:
+        """Nothing new starts from here on; the memory goes back when no hold is left. Idempotent."""
+        if not self.released:
+            self.released = True
+            self._reclaim_if_idle()
+
+    def on_free(self, callback: Callable[[Self], None]) -> None:
+        """Call ``callback(lease)`` once when the memory has gone back; at once if it already has."""
+        if self.free:
+            callback(self)
+        else:
+            self._on_free.append(callback)
+
+    def _give_back(self) -> None:
+        """Return the memory to where it came from; called once."""
+        raise NotImplementedError
+
+    def _reclaim_if_idle(self) -> None:
+        if not self.released or self._holds or self.free:
+            return
+        self.free = True
+        self._give_back()
+        callbacks, self._on_free = self._on_free, []
+        for callback in callbacks:
+            callback(self)
+
+    def _check_not_free(self) -> None:
+        if self.free:
+            raise LeaseExpired(
+                f"the memory of lease {self.generation} has gone back; open a new transfer",
+                generation=self.generation,
+            )
+
+
+class Lease(Lifetime):
+    """``nbytes`` bytes at ``offset`` of an arena's memfd; made by :meth:`kvd.memory.pool.Pool.lease`."""
+
+    __slots__ = ("_arena", "_reclaim", "_regions", "mapped_bytes", "offset")
+
+    def __init__(
+        self,
+        arena: Arena,
+        regions: dict[str, Region],
+        *,
+        offset: int,
+        nbytes: int,
+        mapped_bytes: int,
+        generation: int,
+        owner: Hashable,
+        reclaim: Callable[[Lease], None],
+    ) -> None:
+        super().__init__(nbytes=nbytes, generation=generation, owner=owner)
+        self.offset = offset
+        """Where the lease begins in the memfd and in each fabric's region: a multiple of ``page_size``."""
+        self.mapped_bytes = mapped_bytes
+        """What it takes of the pool: ``nbytes`` in whole pages."""
+        self._arena = arena
+        self._regions = regions
+        self._reclaim = reclaim
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes, writable, format ``B``. Raises :class:`LeaseExpired` once they have gone back to the pool."""
+        self._check_not_free()
+        return self._arena.memory[self.offset : self.offset + self.nbytes]
+
+    @property
+    def fd(self) -> int:
+        """The memfd to pass to a process; owned by the arena. Raises :class:`LeaseExpired` as ``memory``."""
+        self._check_not_free()
+        return self._arena.fd
+
+    @property
+    def page_size(self) -> int:
+        return self._arena.page_size
+
+    def region(self, fabric: str) -> Region:
+        """The arena's region with the named fabric; the lease's bytes begin at ``offset`` in it.
+
+        Raises :class:`LeaseExpired` as ``memory``, and :class:`InvalidArgument` for a fabric that the pool was not
+        given.
+        """
+        self._check_not_free()
+        try:
+            return self._regions[fabric]
+        except KeyError:
+            raise InvalidArgument(
+                f"the pool's memory is not registered with fabric {fabric!r}, only with {sorted(self._regions)}",
+                fabric=fabric,
+            ) from None
+
     @contextlib.contextmanager
     def holding(self) -> Iterator[memoryview]:
         """A hold for the length of a ``with`` block, which gets the memory."""
@@ -130,31 +160,5 @@ class Lease:
         finally:
             self.unhold()
 
-    def release(self) -> None:
-        """Nothing new starts from here on; the memory goes back when no hold is left. Idempotent."""
-        if not self.released:
-            self.released = True
-            self._reclaim_if_idle()
-
-    def on_free(self, callback: Callable[[Lease], None]) -> None:
-        """Call ``callback(lease)`` once when the memory has gone back; at once if it already has."""
-        if self.free:
-            callback(self)
-        else:
-            self._on_free.append(callback)
-
-    def _reclaim_if_idle(self) -> None:
-        if not self.released or self._holds or self.free:
-            return
-        self.free = True
+    def _give_back(self) -> None:
         self._reclaim(self)
-        callbacks, self._on_free = self._on_free, []
-        for callback in callbacks:
-            callback(self)
-
-    def _check_not_free(self) -> None:
-        if self.free:
-            raise LeaseExpired(
-                f"the memory of lease {self.generation} has gone back to the pool; open a new transfer",
-                generation=self.generation,
-            )

@@ -88,7 +88,8 @@ class Book:
                 self.links[part.session].remove(part.transfer)
             # A delivered part whose tokens are all handed out has nothing to cancel: confirmations are on the way.
             unsent = part.queue is not None and part.queue.pending_tokens
-            if part.writes and (error is not None or unsent):
+            if part.writes and (error is not None or unsent or part.staged):
+                part.staged.clear()
                 self.emit(do.CancelWrites(part.transfer))
             self._fail_early(part)
         elif isinstance(part, SinkPart):
@@ -153,7 +154,7 @@ class Book:
         times = [part.deadline]
         if part.rendezvous_until is not None and part.state is not State.RUNNING:
             times.append(part.rendezvous_until)
-        if isinstance(part, SourcePart) and part.refused_until is not None:
+        if part.refused_until is not None:
             times.append(part.refused_until)
         return min(times)
 

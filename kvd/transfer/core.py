@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvd.errors import DeadlineExceeded, error_from_code
-from kvd.transfer import delivery, on_demand, pairing, processes
+from kvd.transfer import delivery, on_demand, pairing, processes, staging
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, Settings, shutting_down
 from kvd.transfer.matching import no_rendezvous
 from kvd.transfer.pairing import refuse
-from kvd.transfer.part import Part, SourcePart
+from kvd.transfer.part import Part
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
 
@@ -89,8 +89,9 @@ def on_tick(book: Book, event: ev.Tick, now: float) -> None:
     for part in list(book.parts.values()):
         if part.ended or book.expiry(part) > now:
             continue
-        if isinstance(part, SourcePart) and part.refused_until is not None and part.refused_until <= now:
-            message = f"the sink's memory refused a write of request {part.request!r} and no reason followed"
+        if part.refused_until is not None and part.refused_until <= now:
+            what = "sink's memory refused a write" if part.role is Role.SOURCE else "source's memory refused a read"
+            message = f"the {what} of request {part.request!r} and no reason followed"
             book.end(part, error_from_code(part.refusal, message, {"request": part.request}))
         elif part.deadline <= now:
             message = (
@@ -134,6 +135,10 @@ _EVENTS: dict[type, Callable[[Book, Any, float], None]] = {
     ev.SessionLost: pairing.on_session_lost,
     ev.TokensArrived: delivery.on_tokens_arrived,
     ev.WriteCompleted: delivery.on_write_completed,
+    ev.Regrouped: staging.on_regrouped,
+    ev.Staged: staging.on_offered,
+    ev.Moved: staging.on_moved,
+    ev.PullCompleted: staging.on_pull_completed,
     ev.Tick: on_tick,
     ev.DrainRequested: on_drain,
     ev.StopRequested: on_stop,
@@ -152,4 +157,6 @@ _MESSAGES: dict[type, Callable[[Book, ev.MessageReceived, float], None]] = {
     wire.Fetch: on_demand.on_fetch,
     wire.FetchFailed: on_demand.on_fetch_failed,
     wire.Idle: on_demand.on_idle,
+    wire.Staged: staging.on_staged,
+    wire.Pulled: staging.on_pulled,
 }

@@ -32,7 +32,7 @@ def work_added(book: Book, part: SourcePart) -> None:
 
 def fill(book: Book, session: ev.SessionId, link: Link) -> None:
     """Submit work until the link's limit is reached or nothing is left."""
-    while link.open and not link.paused(book.now):
+    while (link.open or _overlaps(book, link)) and not link.paused(book.now):
         part = book.parts[link.next_turn()]
         assert isinstance(part, SourcePart)
         assert part.queue is not None
@@ -50,12 +50,30 @@ def fill(book: Book, session: ev.SessionId, link: Link) -> None:
             link.add(part.transfer, late=True)  # what it had to push is done
         elif path is Path.SPECULATIVE and not part.queue.policy.adaptive and part.idle.room <= 0:
             link.remove(part.transfer)  # until the next window
+        elif part.regroups:
+            layers = tuple(part.queue.take(_turn(part, link, path)))
+            nbytes = sum(r.stop - r.start for _, ranges in layers for r in ranges) * part.layout.token_bytes
+            part.idle.room -= nbytes
+            write = _submit(book, part, session, link, nbytes, path.value)
+            if part.pulled:
+                part.staged[write] = (path.value, [wire.LayerRanges(layer, list(ranges)) for layer, ranges in layers])
+            book.emit(do.WriteTensors(part.transfer, session, write, path, layers, nbytes))
         else:
             for layer, ranges in part.queue.take(_turn(part, link, path)):
                 nbytes = sum(r.stop - r.start for r in ranges) * part.layout.token_bytes
                 part.idle.room -= nbytes
                 write = _submit(book, part, session, link, nbytes, path.value)
                 book.emit(do.WriteTokens(part.transfer, session, write, Lane.BULK, path, layer, ranges, nbytes))
+
+
+def _overlaps(book: Book, link: Link) -> bool:
+    """Whether a layer may be regrouped while the one before it is on the wire, although both exceed the window."""
+    if not link.turns:
+        return False
+    part = book.parts[link.turns[0]]
+    return (
+        isinstance(part, SourcePart) and part.queue is not None and part.queue.unit == "layer" and len(part.writes) < 2
+    )
 
 
 def _turn(part: SourcePart, link: Link, path: Path) -> int:
@@ -82,6 +100,7 @@ def on_write_completed(book: Book, event: ev.WriteCompleted, now: float) -> None
     part = book.parts.get(event.transfer)
     if isinstance(part, SourcePart):
         part.writes.discard(event.write)
+        part.staged.pop(event.write, None)
         if event.error is None and path:
             part.paths[path] += nbytes
             book.counters[f"bytes_sent_{path}"] += nbytes
@@ -104,12 +123,17 @@ def on_tokens_arrived(book: Book, event: ev.TokensArrived, now: float) -> None:
         if not inside or not 0 <= token_range.start <= token_range.stop <= part.lengths[token_range.row]:
             book.emit(do.CloseSession(event.session, f"tokens arrived that do not exist: {arrived}"))
             return
-    tokens = sum(cover(part, arrived.layer, token_range) for token_range in arrived.ranges)
+    take_arrived(book, part, arrived.layer, arrived.ranges, arrived.path)
+
+
+def take_arrived(book: Book, part: SinkPart, layer: int, ranges: list[TokenRange], path: str) -> None:
+    """Tokens, which exist, are in place and marked: account for them, and tell the process."""
+    tokens = sum(cover(part, layer, token_range) for token_range in ranges)
     part.missing -= tokens
     new_bytes = tokens * part.layout.token_bytes
     part.bytes_done += new_bytes
-    if arrived.path in _PATHS:
-        part.paths[arrived.path] += new_bytes
+    if path in _PATHS:
+        part.paths[path] += new_bytes
     book.emit(do.Publish(part.transfer, part.bytes_done, new_bytes))
     deliver_if_complete(book, part)
 

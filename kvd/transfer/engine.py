@@ -15,7 +15,12 @@ import msgspec
 import numpy as np
 import structlog
 
-from kvd.errors import FabricError, KvdError, NotFound, PeerLost
+from kvd.errors import (
+    FabricError,
+    KvdError,
+    NotFound,
+    PeerLost,
+)
 from kvd.mask import init_masks, mark, mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
@@ -24,10 +29,13 @@ from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import TransferCore
 from kvd.transfer.handle import make_handle
-from kvd.transfer.parties import Process, Record, Session
+from kvd.transfer.mover import Mover, as_kvd_error
+from kvd.transfer.moving import bind
+from kvd.transfer.parties import PartTensors, Process, Record, Session
 from kvd.transfer.serving import fill_fetch, serve_fetch
 from kvd.types import Descriptors, Lane, NodeId, Role, TransferId
 from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage
+from kvd_client.layouts import ChannelGrant, Target
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, KVSpec, PartLayout, TokenRange
 
 log = structlog.get_logger("kvd.transfer")
@@ -71,12 +79,16 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._mover = Mover(pool, self._records, self._sessions, self.submit, self._start, self._count_sent)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.Connect: self._do_connect,
             do.SendMessage: self._do_send_message,
             do.SendOpen: self._do_send_open,
             do.BindSink: self._do_bind_sink,
             do.WriteTokens: self._do_write_tokens,
+            do.WriteTensors: self._mover.write,
+            do.EndStage: self._mover.end_stage,
+            do.PullTensors: self._mover.pull,
             do.WriteMetadata: self._do_write_metadata,
             do.ServeFetch: self._do_serve_fetch,
             do.FillFetch: self._do_fill_fetch,
@@ -111,12 +123,15 @@ class Engine:
         mode: str = "",
         selector: str = "",
         prefill_s: float = 0.0,
+        tensors: PartTensors | None = None,
+        target: Target | None = None,
         still_there: Callable[[], bool],
         opened: Callable[[TransferId, int], None],
     ) -> tuple[TransferId, str, Lease]:
         """Reserve memory for a part and open it; returns its number, its handle and its lease.
 
         Raises what :meth:`TransferCore.check_open` and :meth:`Pool.lease_soon` raise, with nothing left behind.
+        ``tensors`` become the part's, but not where this raises; ``target`` describes a sink's to its source.
         ``still_there`` tells whether the process lives, once memory is there for it; ``opened`` gets the part's
         number and its lease's generation before anything can happen to it, and may raise.
         """
@@ -140,6 +155,8 @@ class Engine:
             mode=mode,
             selector=selector,
             prefill_s=prefill_s,
+            placement=tensors.placement if tensors is not None else None,
+            target=target,
         )
         self.core.check_open(event)
         lease = await self._pool.lease_soon(layout.nbytes, client)
@@ -155,7 +172,7 @@ class Engine:
         except BaseException:
             lease.release()
             raise
-        self._records[transfer] = Record(process, layout, event.lengths, lease)
+        self._records[transfer] = Record(process, layout, event.lengths, lease, head_start, tensors)
         self._idle.clear()
         self.submit(event)
         return transfer, event.handle, lease
@@ -219,7 +236,7 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
         for record in self._records.values():
-            record.lease.release()
+            self._give_back(record)
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -250,12 +267,22 @@ class Engine:
         record = self._records[instruction.transfer]
         region = record.lease.region(session.fabric.name)
         grant = session.fabric.grant(region, record.lease.offset, record.lease.nbytes, writable=True)
-        record.grant = (session.fabric, grant)
-        session.send(msgspec.structs.replace(instruction.message, grant=grant.token))
+        record.grants.append((session.fabric, grant))
+        message = msgspec.structs.replace(instruction.message, grant=grant.token)
+        if message.target is not None and record.tensors is not None and not message.target.pull:
+            slices = record.tensors.memory.grant(session.fabric)
+            record.grants += [(piece.fabric, piece.grant) for piece in slices]
+            granted = [ChannelGrant(piece.channel, piece.start, piece.nbytes, piece.grant.token) for piece in slices]
+            message.target = msgspec.structs.replace(message.target, grants=granted)
+        session.send(message)
 
     def _do_bind_sink(self, instruction: do.BindSink) -> None:
         record = self._records[instruction.transfer]
         record.sink = instruction
+        try:
+            bind(record)
+        except KvdError as error:
+            self._events.append(ev.AbortRequested(instruction.transfer, error))
 
     def _do_write_tokens(self, instruction: do.WriteTokens) -> None:
         record = self._records.get(instruction.transfer)
@@ -312,14 +339,14 @@ class Engine:
         def done(future: asyncio.Future[None]) -> None:
             record.operations.discard(operation)
             lease.unhold()
-            error = _as_kvd_error(future.exception())
+            error = as_kvd_error(future.exception())
             if error is None:
-                self.bytes_sent += instruction.nbytes
+                self._count_sent(instruction.nbytes)
             self.submit(ev.WriteCompleted(instruction.transfer, instruction.write, error))
 
         operation.done.add_done_callback(done)
 
-    def _write_failed(self, instruction: do.WriteTokens | do.WriteMetadata, what: str) -> None:
+    def _write_failed(self, instruction: do.WriteTokens | do.WriteTensors | do.WriteMetadata, what: str) -> None:
         gone = FabricError(f"the {what} of a write has ended")
         self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, gone))
 
@@ -348,7 +375,7 @@ class Engine:
                         )
                     self.bytes_sent += nbytes
                 except Exception as error:
-                    failed = _as_kvd_error(error)
+                    failed = as_kvd_error(error)
             self.submit(
                 ev.FetchServed(
                     instruction.transfer, instruction.session, message.fetch, instruction.sink, nbytes, failed
@@ -361,9 +388,10 @@ class Engine:
         record, request = self._records[instruction.transfer], instruction.request
         error = None
         try:
-            fill_fetch(request, layout=record.layout, lengths=record.lengths, lease=record.lease)
+            tensors = record.tensors.view(record.layout) if record.tensors is not None else None
+            fill_fetch(request, layout=record.layout, lengths=record.lengths, lease=record.lease, tensors=tensors)
         except Exception as wrong:
-            error = _as_kvd_error(wrong)
+            error = as_kvd_error(wrong)
         record.process.fetched(instruction.transfer, request.fetch, error)
 
     def _do_fetch_ended(self, instruction: do.FetchEnded) -> None:
@@ -375,8 +403,10 @@ class Engine:
         self._records[instruction.transfer].process.want_windows(instruction.transfer, instruction.wanted)
 
     def _do_cancel_writes(self, instruction: do.CancelWrites) -> None:
-        for operation in list(self._records[instruction.transfer].operations):
+        record = self._records[instruction.transfer]
+        for operation in list(record.operations):
             operation.cancel()
+        self._mover.cancel(instruction.transfer, record)
 
     def _do_publish(self, instruction: do.Publish) -> None:
         self.bytes_received += instruction.new_bytes
@@ -400,18 +430,25 @@ class Engine:
     def _do_free_memory(self, instruction: do.FreeMemory) -> None:
         record = self._records.pop(instruction.transfer)
         record.process.freed(instruction.transfer)
-        if record.grant is None:
-            record.lease.release()
+        for move in record.moves.values():
+            move.cancel()
+        if not record.grants:
+            self._give_back(record)
             return
-        fabric, grant = record.grant
 
         async def free() -> None:
             try:
-                await fabric.revoke(grant)
+                await asyncio.gather(*(fabric.revoke(grant) for fabric, grant in record.grants))
             finally:
-                record.lease.release()
+                self._give_back(record)
 
         self._start(free())
+
+    @staticmethod
+    def _give_back(record: Record) -> None:
+        record.lease.release()
+        if record.tensors is not None:
+            record.tensors.give_back()
 
     def _do_close_session(self, instruction: do.CloseSession) -> None:
         session = self._sessions.get(instruction.session)
@@ -420,6 +457,9 @@ class Engine:
             session.close(PeerLost(f"node {session.node!r} broke the protocol: {instruction.reason}"))
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _count_sent(self, nbytes: int) -> None:
+        self.bytes_sent += nbytes
 
     def _session_id(self, session: Session) -> ev.SessionId:
         number = self._session_ids.get(session)
@@ -437,11 +477,3 @@ class Engine:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _as_kvd_error(error: BaseException | None) -> KvdError | None:
-    """What a fabric's operation ended with; anything that is not ours is a fault of kvd, and logged as one."""
-    if error is None or isinstance(error, KvdError):
-        return error
-    log.error("an operation failed in an unforeseen way", exc_info=error)
-    return FabricError(f"an operation failed in an unforeseen way: {error!r}")

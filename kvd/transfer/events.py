@@ -12,6 +12,7 @@ from kvd.errors import KvdError
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
 from kvd.wire.messages import Arrived, PeerMessage
+from kvd_client.layouts import Placement, Target
 from kvd_client.spec import KVSpec, PartLayout, TokenRange
 
 SessionId: TypeAlias = int
@@ -42,6 +43,10 @@ class PartOpened:
     prefill_s: float = 0.0
     deadline_s: float
     """Seconds from now until the transfer must be delivered."""
+    placement: Placement | None = None
+    """Source: its tensors lie in a device's memory."""
+    target: Target | None = None
+    """Sink: its tensors lie in a device's memory; without the grants."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,10 +204,50 @@ class FetchArrived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteCompleted:
-    """A ``WriteTokens`` or ``WriteMetadata`` instruction ended: placed at the sink, or failed."""
+    """A ``WriteTokens``, ``WriteTensors`` or ``WriteMetadata`` instruction ended: placed at the sink, or failed."""
 
     transfer: TransferId
     write: int
+    error: KvdError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Regrouped:
+    """A ``WriteTensors`` instruction has its tokens in staging memory; their way begins."""
+
+    transfer: TransferId
+    write: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Staged:
+    """A ``WriteTensors`` instruction of a part that the sink pulls has regrouped its tokens."""
+
+    transfer: TransferId
+    write: int
+    grant: bytes
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """Tensors have been regrouped, or read from the far side's staging memory: what that took, for the accounts."""
+
+    transfer: TransferId
+    requests: int
+    """Pieces that were given to the fabric."""
+    nbytes: int
+    """Of the target layout, padding included."""
+    regroup_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PullCompleted:
+    """A ``PullTensors`` instruction ended: everything is in place and marked in the masks, or not."""
+
+    transfer: TransferId
+    session: SessionId
+    message: wire.Staged
     error: KvdError | None = None
 
 
@@ -243,6 +288,10 @@ Event: TypeAlias = (
     | MetadataArrived
     | FetchArrived
     | WriteCompleted
+    | Regrouped
+    | Staged
+    | Moved
+    | PullCompleted
     | Tick
     | DrainRequested
     | StopRequested

@@ -9,7 +9,8 @@ from kvd.errors import KvdError
 from kvd.transfer.events import FetchRequested, SessionId
 from kvd.transfer.part import Part
 from kvd.types import Lane, NodeId, Path, TransferId
-from kvd.wire.messages import Fetch, Open, PeerMessage
+from kvd.wire.messages import Fetch, Open, PeerMessage, Staged
+from kvd_client.layouts import Target
 from kvd_client.spec import PartLayout, TokenRange
 
 
@@ -47,6 +48,7 @@ class BindSink:
     sink: TransferId
     layout: PartLayout
     grant: bytes
+    target: Target | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +65,42 @@ class WriteTokens:
     layer: int
     ranges: tuple[TokenRange, ...]
     nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteTensors:
+    """Regroup tokens of some layers for the sink's layout, write them as one batch into its buffers, then their mask
+    bytes, then tell the sink's daemon; or, where the sink pulls, report them as ``Staged`` and keep them there.
+
+    Answered by exactly one ``WriteCompleted``, but for what is staged: ``EndStage`` ends that."""
+
+    transfer: TransferId
+    session: SessionId
+    write: int
+    path: Path
+    layers: tuple[tuple[int, tuple[TokenRange, ...]], ...]
+    nbytes: int
+    """Of the tokens, without padding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndStage:
+    """The sink has read a stage, or has failed to: give its memory back. Answered by ``WriteCompleted`` with
+    ``error``, unless the stage has ended already."""
+
+    transfer: TransferId
+    write: int
+    nbytes: int
+    error: KvdError | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PullTensors:
+    """Sink: read a stage into the part's buffers, then mark its tokens. Answered by one ``PullCompleted``."""
+
+    transfer: TransferId
+    session: SessionId
+    message: Staged
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,6 +203,9 @@ Instruction: TypeAlias = (
     | SendOpen
     | BindSink
     | WriteTokens
+    | WriteTensors
+    | EndStage
+    | PullTensors
     | WriteMetadata
     | ServeFetch
     | FillFetch

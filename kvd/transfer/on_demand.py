@@ -6,7 +6,7 @@ process's landing slot on the urgent lane. While a source serves fetches, nothin
 
 from __future__ import annotations
 
-from kvd.errors import Busy, InvalidArgument, KvdError, LeaseExpired, NotFound, error_from_code
+from kvd.errors import Busy, InvalidArgument, KvdError, LeaseExpired, NotFound, UnsupportedLayout, error_from_code
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
@@ -132,6 +132,12 @@ def on_fetch(book: Book, event: ev.MessageReceived, now: float) -> None:
     link = book.link(event.session)
     if part is None or part.ended:
         error = NotFound("the source has no such transfer any more", transfer=message.transfer)
+    elif part.placement is not None:
+        error = UnsupportedLayout(
+            f"the source of request {part.request!r} has its tensors in a device's layout, from which single entries "
+            "can't be fetched; use mode 'full'",
+            request=part.request,
+        )
     elif link.urgent >= MAX_SERVED:
         error = Busy(f"{MAX_SERVED} fetches of this node are being served; retry", retry_after_s=0.01)
     elif not 0 <= message.layer < part.layout.layers:

@@ -15,6 +15,7 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.policy import choose_policy
 from kvd.transfer.queue import Policy, SendQueue
 from kvd.transfer.rendezvous import WaitingOpen
+from kvd.transfer.staging import check_target, grain_of, unit_of
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
 
@@ -73,12 +74,14 @@ def on_open(book: Book, event: ev.MessageReceived, now: float) -> None:
 
 
 def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, message: wire.Open, now: float) -> None:
-    error = why_not(part, message)
+    error = why_not(part, message) or check_target(part, message)
     if error is not None:
         refuse(book, session, message.sink, error)
         return
     try:
         policy = _policy(book, part, session, message)
+        part.regroups = part.placement is not None or message.target is not None
+        unit = unit_of(part, message.target, policy)
     except InvalidArgument as mistake:
         refuse(book, session, message.sink, mistake)
         return
@@ -87,7 +90,16 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
     part.deadline = min(part.deadline, now + message.deadline_s)
     part.mode = policy.mode
     part.paths["budget_tokens"] = policy.budget_tokens
-    part.queue = SendQueue(part.layout, part.lengths, policy, held=tuple(message.held), windows=part.spec.windows)
+    part.pulled = message.target is not None and message.target.pull
+    part.queue = SendQueue(
+        part.layout,
+        part.lengths,
+        policy,
+        held=tuple(message.held),
+        windows=part.spec.windows,
+        grain=grain_of(part, message.target),
+        unit=unit,
+    )
     for ranking in part.rankings.values():
         if part.queue.rank(ranking.layer, ranking.shares, ranking.weight):
             part.paths["ranked"] += 1
@@ -96,7 +108,7 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
     if part.finished:
         part.queue.finish()
     part.metadata_queue.extend(sorted(part.metadata_ready))
-    book.emit(do.BindSink(part.transfer, session, message.sink, message.layout, message.grant))
+    book.emit(do.BindSink(part.transfer, session, message.sink, message.layout, message.grant, message.target))
     book.emit(do.SendMessage(session, wire.Accepted(transfer=message.sink, source=part.transfer, mode=policy.mode)))
     work_added(book, part)
 
@@ -179,7 +191,7 @@ def send_open(book: Book, part: SinkPart, session: ev.SessionId, node: NodeId, n
     message = wire.Open(
         sink=part.transfer, request=part.request, handle=part.handle, rank=part.rank, ranks=part.ranks,
         head_start=part.head_start, spec=part.spec, layout=part.layout, lengths=list(part.lengths),
-        held=list(part.held), grant=b"", mode=part.mode, selector=part.selector,
+        held=list(part.held), grant=b"", mode=part.mode, selector=part.selector, target=part.target,
         deadline_s=max(0.0, part.deadline - now),
     )  # fmt: skip
     book.emit(do.SendOpen(part.transfer, session, message))

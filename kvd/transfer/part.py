@@ -29,7 +29,8 @@ from kvd.transfer.events import BlocksRanked, ClientId, FetchRequested, SessionI
 from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rate import IdleTime
 from kvd.types import NodeId, Role, TransferId
-from kvd.wire.messages import Fetch
+from kvd.wire.messages import Fetch, LayerRanges
+from kvd_client.layouts import Placement, Target
 from kvd_client.spec import KVSpec, PartLayout, TokenRange
 
 
@@ -76,6 +77,11 @@ class Part:
     selector: str = ""
     paths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Bytes by path, metadata included; fetches; windows."""
+    refused_until: float | None = None
+    """The other side's memory refused a write or a read, or the link broke: its reason should arrive by then on the
+    control connection."""
+    refusal: str = ""
+    """The code of that refusal."""
 
     @property
     def ended(self) -> bool:
@@ -100,15 +106,19 @@ class SourcePart(Part):
     """Fetches of layers that are not ready yet: they can overtake the ring's last events."""
     prefill_s: float = 0.0
     """T_p as the process says; 0: unknown."""
+    placement: Placement | None = None
+    """Where its tensors lie, if not in the lease."""
+    regroups: bool = False
+    """Either end's tensors lie in a layout of their own."""
+    pulled: bool = False
+    """The sink reads what this side has regrouped."""
+    staged: dict[int, tuple[str, list[LayerRanges]]] = dataclasses.field(default_factory=dict)
+    """By write: path and tokens of what it has not read yet."""
     announced_on: SessionId | None = None
     """Where the sink's node was told of this part."""
     finished: bool = False
     writes: set[int] = dataclasses.field(default_factory=set)
     """Writes that have been instructed and not completed."""
-    refused_until: float | None = None
-    """The sink's memory refused a write: its reason should arrive by then on the control connection."""
-    refusal: str = ""
-    """The code of that refusal."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -126,6 +136,10 @@ class SinkPart(Part):
     """Layers whose metadata has not arrived."""
     fetches: dict[int, FetchRequested] = dataclasses.field(default_factory=dict)
     """Fetches under way, by number."""
+    target: Target | None = None
+    """Where its tensors lie, if not in the lease."""
+    pulls: set[int] = dataclasses.field(default_factory=set)
+    """Stages that are being read."""
 
     @property
     def complete(self) -> bool:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvd.errors import KvdError
 from kvd.fabric.base import Endpoint, Fabric, Grant, Operation
 from kvd.memory.leases import Lease
+from kvd.memory.tensors import TensorMemory
+from kvd.tensors import Route, Tensors
 from kvd.transfer import instructions as do
 from kvd.types import NodeId, TransferId
 from kvd.wire.messages import PeerMessage
+from kvd_client.layouts import Placement, TensorMap
 from kvd_client.spec import PartLayout
+from kvd_client.tensors import DeviceTensors
+
+if TYPE_CHECKING:
+    from kvd.transfer.moving import Move
 
 
 class Session(Protocol):
@@ -57,6 +69,30 @@ class Process(Protocol):
         """Whether idle windows of this part's decode are of use."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PartTensors:
+    """A part's tensors where they are not in its lease."""
+
+    placement: Placement
+    tensors: Tensors
+    memory: TensorMemory
+    owned: bool
+    """The memory ends with the part; else it is a cache's."""
+    map: TensorMap
+    table: npt.NDArray[np.int64]
+
+    def view(self, layout: PartLayout) -> DeviceTensors:
+        """The tensors of a part of this layout, by entries."""
+        buffers = [np.frombuffer(memory, np.uint8) for memory in self.memory.buffers()]
+        return DeviceTensors(self.map, [b[: self.memory.nbytes] for b in buffers], layout, self.table)
+
+    def give_back(self) -> None:
+        if self.owned:
+            self.memory.release()
+        else:
+            self.memory.unhold()
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """What the engine knows of a part besides what the core does."""
@@ -65,7 +101,22 @@ class Record:
     layout: PartLayout
     lengths: tuple[int, ...]
     lease: Lease
-    grant: tuple[Fabric, Grant] | None = None
+    head_start: int = 0
+    tensors: PartTensors | None = None
+    grants: list[tuple[Fabric, Grant]] = dataclasses.field(default_factory=list)
     sink: do.BindSink | None = None
     """Source: where its writes go."""
+    route: Route | None = None
+    """From the source's tensors to the sink's, where either are in a layout of their own."""
+    moves: dict[int, Move] = dataclasses.field(default_factory=dict)
+    """Batches of tensors on their way: a source's by write, a sink's by stage."""
     operations: set[Operation] = dataclasses.field(default_factory=set)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keep the part's memory, wherever it is, for the length of a ``with`` block."""
+        with contextlib.ExitStack() as holds:
+            for lease in (self.lease, self.tensors.memory if self.tensors is not None else self.lease):
+                lease.hold()
+                holds.callback(lease.unhold)
+            yield

@@ -80,13 +80,16 @@ def on_part_opened(book: Book, event: ev.PartOpened, now: float) -> None:
     part: Part
     if event.role is Role.SOURCE:
         ready = ReadyTokens(event.layout, event.lengths)
-        part = SourcePart(ready=ready, prefill_s=event.prefill_s, rendezvous_until=None, **common)
+        part = SourcePart(
+            ready=ready, prefill_s=event.prefill_s, rendezvous_until=None, placement=event.placement, **common
+        )
         part.bytes_total = tokens * event.layout.token_bytes
         book.by_handle[event.handle] = event.transfer
     else:
         part = SinkPart(
             held=event.held,
             announced=not event.peer,
+            target=event.target,
             rendezvous_until=now + book.settings.rendezvous_s,
             missing_metadata=set(range(event.layout.layers)) if event.layout.metadata else set(),
             **common,

@@ -6,6 +6,9 @@ within one class by layer and position, so that neighbours are sent as one run. 
 KV block belongs to, which classes may go while prefill runs, and how fast the rest may go afterwards. What prefill
 finds out about the prompt on its way sorts a layer anew (:meth:`SendQueue.rank`): the order of what is unsent, never
 whether something is sent.
+
+Where an end's tensors lie in a layout of their own, tokens go in whole blocks of that layout (``grain``), and possibly
+a layer, or everything, at once (``unit``): what is not complete yet waits here.
 """
 
 from __future__ import annotations
@@ -125,16 +128,29 @@ class SendQueue:
         *,
         held: tuple[TokenRange, ...] = (),
         windows: tuple[int, ...] = (),
+        grain: int = 1,
+        unit: str = "chunk",
     ) -> None:
+        """``held`` must begin and end at multiples of ``grain`` tokens, or at the end of a row."""
         self.layout = layout
         self.lengths = lengths
         self.policy = policy
+        self.grain = grain
+        self.unit = unit
+        """One of :data:`kvd_client.layouts.UNITS`."""
         self.pending_tokens = 0
         """Tokens (summed over layers) that are queued and not handed out, whether or not they may go now."""
         self.windows_used = 0
         self._held: dict[int, IntervalSet] = {}
         for piece in held:
             self._held.setdefault(piece.row, IntervalSet()).add(piece.start, piece.stop)
+        self._partial: dict[tuple[int, int], IntervalSet] = {}
+        """By (layer, row): what is ready, to tell which blocks are whole."""
+        self._gathered: dict[int, list[TokenRange]] = {}
+        """By layer: what is ready of a unit that is not."""
+        wanted = sum(lengths) - sum(intervals.total for intervals in self._held.values())
+        self._awaited = dict.fromkeys(range(layout.layers), wanted)
+        """By layer: tokens that its unit still lacks."""
         self._windows = windows
         self._bounds: dict[int, npt.NDArray[np.int64]] = {}
         self._proactive = Work()
@@ -152,7 +168,37 @@ class SendQueue:
         for layer, piece in ready:
             held = self._held.get(piece.row)
             for start, stop in held.gaps(piece.start, piece.stop) if held else [(piece.start, piece.stop)]:
-                self._enqueue(layer, piece.row, start, stop)
+                if self.grain > 1:
+                    start, stop = self._whole_blocks(layer, piece.row, start, stop)
+                if start >= stop:
+                    continue
+                if self.unit == "chunk":
+                    self._enqueue(layer, piece.row, start, stop)
+                else:
+                    self._gather(layer, TokenRange(piece.row, start, stop))
+
+    def _whole_blocks(self, layer: int, row: int, start: int, stop: int) -> tuple[int, int]:
+        """The blocks that become whole with these new tokens: only the first and the last can lack any."""
+        grain, length = self.grain, self.lengths[row]
+        known = self._partial.setdefault((layer, row), IntervalSet())
+        known.add(start, stop)
+        low, high = start // grain * grain, min(-(-stop // grain) * grain, length)
+        if not known.contains(low, min(low + grain, length)):
+            low += grain
+        last = (high - 1) // grain * grain
+        if not known.contains(last, high):
+            high = last
+        return low, high
+
+    def _gather(self, layer: int, piece: TokenRange) -> None:
+        """Keep tokens until their unit is whole, then queue it."""
+        self._gathered.setdefault(layer, []).append(piece)
+        self._awaited[layer] -= piece.stop - piece.start
+        if self._awaited[layer] or (self.unit == "whole" and any(self._awaited.values())):
+            return
+        for ready in sorted(self._gathered) if self.unit == "whole" else [layer]:
+            for one in self._gathered.pop(ready):
+                self._enqueue(ready, one.row, one.start, one.stop)
 
     def finish(self) -> None:
         """The first token exists: a deadline budget ends, and what is left becomes speculative, but for the layers
@@ -222,6 +268,8 @@ class SendQueue:
             return []
         work = self._proactive if path is Path.PROACTIVE else self._rest
         room = max(1, max_bytes // self.layout.token_bytes)
+        if self.unit != "chunk":
+            room = self.pending_tokens
         if path is Path.SPECULATIVE and not self.policy.adaptive:
             room = min(room, int(self._quota))
         taken: dict[int, list[TokenRange]] = {}
@@ -229,6 +277,12 @@ class SendQueue:
         while work and count < room and ranges < MAX_RANGES:
             rank, layer, (row, start, stop) = work.pop()
             end = min(stop, start + room - count)
+            if end < stop and self.grain > 1:
+                end = start + max((end - start) // self.grain, 0 if taken else 1) * self.grain
+            if end == start or (self.unit == "layer" and taken and layer not in taken):
+                work.push(rank, layer, (row, start, stop))
+                break
+            end = min(stop, end)
             if end < stop:
                 work.push(rank, layer, (row, end, stop))
             pieces = taken.setdefault(layer, [])
@@ -247,7 +301,7 @@ class SendQueue:
         policy, length = self.policy, self.lengths[row]
         if self._windows:
             # Tokens that a sliding-window layer can't see any more matter least; they still make the cache complete.
-            edge = window_start(length, self._windows[layer])
+            edge = window_start(length, self._windows[layer]) // self.grain * self.grain
             if start < edge:
                 self._push(_LAST_CLASS, layer, row, start, min(stop, edge))
                 start = min(stop, edge)
@@ -259,8 +313,16 @@ class SendQueue:
         blocks = policy.classes.shape[1]
         bounds = self._bounds.get(length)
         if bounds is None:
-            bounds = self._bounds[length] = block_bounds(length, blocks)
-        first, last = blocks_touched(length, blocks, start, stop)
+            bounds = block_bounds(length, blocks)
+            if self.grain > 1:  # a KV block ends where the nearest block of the layout does
+                bounds = np.minimum((bounds + self.grain // 2) // self.grain * self.grain, length)
+                bounds[-1] = length
+            self._bounds[length] = bounds
+        if self.grain > 1:
+            first = int(np.searchsorted(bounds, start, side="right")) - 1
+            last = int(np.searchsorted(bounds, stop, side="left"))
+        else:
+            first, last = blocks_touched(length, blocks, start, stop)
         ranked = self._ranked.get(layer)
         classes = (policy.classes[layer] if ranked is None else ranked[row])[first:last]
         # Neighbours of one class are one run; a chunk of prefill may end within a block.

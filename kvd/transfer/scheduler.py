@@ -126,6 +126,11 @@ class Link:
         self._sent[write] = now
         self.in_flight += nbytes
 
+    def began(self, write: int, now: float) -> None:
+        """The bytes of a write, which had to be made first, go over from now on."""
+        if write in self._sent:
+            self._sent[write] = now
+
     def completed(self, write: int, now: float, *, placed: bool = True) -> tuple[int, str]:
         """Bytes and path of a write that has ended; 0 if it is not of this link. ``placed``: its bytes went over;
         those of a cancelled or refused write say nothing about the link."""

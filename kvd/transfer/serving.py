@@ -18,6 +18,7 @@ from kvd.transfer.gathering import fetch_entries, landing_descriptors
 from kvd.types import Lane, TransferId
 from kvd.wire.messages import Fetch, FetchArrived
 from kvd_client.spec import PartLayout
+from kvd_client.tensors import DeviceTensors
 
 INLINE_BYTES = 256 << 10
 """Gathered on the event loop's thread: handing less to a worker thread takes longer than the gather itself."""
@@ -87,15 +88,25 @@ async def serve_fetch(
     return nbytes
 
 
-def fill_fetch(request: FetchRequested, *, layout: PartLayout, lengths: tuple[int, ...], lease: Lease) -> None:
+def fill_fetch(
+    request: FetchRequested,
+    *,
+    layout: PartLayout,
+    lengths: tuple[int, ...],
+    lease: Lease,
+    tensors: DeviceTensors | None = None,
+) -> None:
     """Take a fetch's entries from the sink's own memory, where everything has arrived meanwhile; raises as above."""
     entries, counts = fetch_entries(layout, lengths, request.counts, request.index)
     if not len(entries):
         return
-    start = layout.layer_offset(request.layer)
-    source = np.frombuffer(lease.memory[start : start + layout.layer_bytes], np.uint8)
-    gathered = np.empty(len(entries) * layout.entry_bytes, np.uint8)
-    kvd_kernels.gather(source, layout.entry_bytes, entries, gathered)
+    if tensors is not None:
+        gathered = tensors.gather(request.layer, entries).ravel()
+    else:
+        start = layout.layer_offset(request.layer)
+        source = np.frombuffer(lease.memory[start : start + layout.layer_bytes], np.uint8)
+        gathered = np.empty(len(entries) * layout.entry_bytes, np.uint8)
+        kvd_kernels.gather(source, layout.entry_bytes, entries, gathered)
     descriptors = landing_descriptors(
         counts, layout.entry_bytes, source=0, target=request.offset, stride=request.stride
     )

@@ -3,7 +3,8 @@
 Framing and limits are those of the local API (:mod:`kvd_client.protocol`). ``transfer`` always names the
 *receiver's* part, except in :class:`Open` and :class:`Announce`, where the sender tells its own.
 
-Version history: 1, first version.
+Version history: 1, first version. 2, tensors in a device's layout: ``target`` of :class:`Open`, and the pulling of what
+the source has regrouped.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from kvd_client.layouts import Target
 from kvd_client.spec import KVSpec, PartLayout, TokenRange
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class WireMessage(msgspec.Struct, kw_only=True, tag_field="type", forbid_unknown_fields=True):
@@ -57,6 +59,8 @@ class Open(WireMessage, tag="open"):
     mode: str = ""
     """One of :data:`kvd_client.protocol.MODES`, or empty: the source decides."""
     selector: str = ""
+    target: Target | None = None
+    """Where and how the tensors lie at the sink, if not token-major behind ``grant``."""
 
 
 class Accepted(WireMessage, tag="accepted"):
@@ -171,6 +175,37 @@ class Learnt(WireMessage, tag="learnt"):
     version: int = LEARNT_VERSION
 
 
+class LayerRanges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Tokens of one layer."""
+
+    layer: int
+    ranges: list[TokenRange]
+
+
+class Staged(WireMessage, tag="staged"):
+    """Source to sink: these tokens are regrouped and wait in my memory; read them. Answered by :class:`Pulled`."""
+
+    transfer: int
+    source: int
+    """The sender's part."""
+    stage: int
+    layers: list[LayerRanges]
+    grant: bytes
+    nbytes: int
+    """Of the staging memory, from the grant's start: as many as the plan of these tokens has."""
+    path: str
+
+
+class Pulled(WireMessage, tag="pulled"):
+    """Sink to source: a stage has been read and is in place, or (with a code of :mod:`kvd.errors`) could not be."""
+
+    transfer: int
+    stage: int
+    code: str = ""
+    message: str = ""
+    fields: dict[str, Any] = {}
+
+
 class Ping(WireMessage, tag="ping"):
     """Liveness; answered by :class:`Pong` with the same number."""
 
@@ -195,6 +230,8 @@ PeerMessage = (
     | FetchFailed
     | Idle
     | Learnt
+    | Staged
+    | Pulled
     | Ping
     | Pong
 )

@@ -9,6 +9,8 @@ BENCHES = {
     "the tcp fabric beside a raw socket and memcpy": ["tests.bench.bench_fabric"],
     "the local API: round trip, ring events, import": ["tests.bench.bench_api"],
     "kernels beside memcpy": ["tests.bench.bench_kernels", "--rounds", "7"],
+    "regrouping beside memcpy": ["tests.bench.bench_regroup", "--rounds", "7"],
+    "channel memory under load": ["tests.bench.bench_channels"],
 }
 
 

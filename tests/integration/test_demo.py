@@ -153,6 +153,21 @@ def test_a_prompt_of_ones_own_on_an_unlimited_link(tmp_path: Path, model: Path) 
     assert table.keys() >= {"bytes moved", "TTFT", "TTST", "TBT (mean)"}
 
 
+def test_a_cache_in_tiles_gives_the_same_tokens(tmp_path: Path, model: Path) -> None:
+    demo = Demo(
+        tmp_path, "--model", str(model), "--prompt-tokens", "120", "--tokens", "9", "--layout", "tenstorrent", "--json"
+    )
+    assert demo.end() == 0, demo.err
+    report = json.loads(demo.out)
+    assert report["tokens_equal"] is True
+    assert (report["layout"], report["channels"]) == ("tenstorrent", 8)
+    padded = 128 * 32 * 4 * KV_HEADS * 2 * LAYERS  # whole tiles: 128 tokens of 32 elements
+    assert report["bytes_moved"] == padded + 120 * LAYERS
+    # a layer's K and V are 16 tiles, two in each of the 8 channels
+    assert report["requests"] == 8 * LAYERS
+    assert report["regroup_s"] > 0
+
+
 STAGES = {
     "while processes start": lambda demo: "starting two daemons" in demo.err,
     "before the request": lambda demo: "a prompt of" in demo.err,

@@ -63,6 +63,19 @@ def test_equal_tokens_are_success(outcome: dict[str, Any]) -> None:
     )
 
 
+def test_a_layout_is_checked_before_anything_starts(outcome: dict[str, Any]) -> None:
+    result = CliRunner().invoke(app, ["demo", "--layout", "tenstorrent"])
+    assert result.exit_code == 0
+    assert outcome["options"].layout == "tenstorrent"
+    for name, says in (("tiles", "no layout 'tiles'"), ("nhd", "one channel")):
+        result = CliRunner().invoke(app, ["demo", "--layout", name])
+        assert result.exit_code != 0
+        assert says in result.stderr
+    result = CliRunner().invoke(app, ["demo", "--compare", "--layout", "tenstorrent"])
+    assert result.exit_code != 0
+    assert "plain demo" in result.stderr
+
+
 def test_different_tokens_are_failure(outcome: dict[str, Any]) -> None:
     outcome["result"] = Report(**FIGURES | {"tokens": [5, 7]})
     result = CliRunner().invoke(app, ["demo"])

@@ -53,6 +53,13 @@ def test_table_and_json_tell_the_same() -> None:
     assert tree["bytes_moved"] == 4_611_000
 
 
+def test_a_layout_has_a_row_of_its_own() -> None:
+    made = make(layout="tenstorrent", channels=8, requests=240, regroup_s=0.0123)
+    assert dict(made.rows())["layout"] == "tenstorrent over 8 channels: 240 requests, regrouped in 12 ms"
+    assert "layout" not in dict(make().rows())
+    assert json.loads(make().to_json())["layout"] is None
+
+
 @pytest.mark.parametrize(
     ("tokens", "reference", "at"),
     [([5, 6, 8], [5, 6, 7], 2), ([5, 6], [5, 6, 7], 2), ([4], [5], 0), ([5, 6, 7], [5], 1)],

@@ -1,0 +1,73 @@
+"""Step 1 of a plan in host memory: decode, zero, copy, encode. The kernels do the work; this is their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import kvd_kernels
+import numpy as np
+
+from kvd.errors import InvalidArgument
+from kvd.layout import codec
+from kvd.layout.codec import Bytes
+from kvd.layout.plan import Decode, RegroupPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
+
+
+def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> None:
+    """From the source's channels, one memory each, into ``staging`` of at least ``plan.staging_bytes``.
+
+    The plan's offsets count from each memory's start. Block formats take memory for their pages in plain form, as much
+    as ``plan.decode`` and ``plan.encode`` say. Raises :class:`InvalidArgument` where memory is missing or too short.
+    """
+    out = _bytes(staging)
+    if len(out) < plan.staging_bytes:
+        raise InvalidArgument(
+            f"staging memory has {len(out)} bytes, but the plan needs {plan.staging_bytes}; lease as much",
+            need=plan.staging_bytes,
+            have=len(out),
+        )
+    memories = [_bytes(memory) for memory in sources]
+    if plan.decode:
+        memories = [_decoded(plan.decode, memories)]
+    target = np.empty(plan.encode.nbytes, np.uint8) if plan.encode else out
+    try:
+        kvd_kernels.zero(target, plan.zero, plan.zero_bytes)
+        for copy in plan.copies:
+            kvd_kernels.regroup(
+                memories[copy.channel],
+                target,
+                copy.places,
+                copy.shape,
+                copy.source_strides,
+                copy.target_strides,
+                copy.item_bytes,
+            )
+    except IndexError as error:
+        raise InvalidArgument(f"a source's memory is missing or too short for the plan: {error}") from None
+    if plan.encode:
+        step = plan.encode
+        codec.encode(target, step.plain, step.block, step.elements, out[: plan.staging_bytes], step.stride)
+
+
+def _decoded(step: Decode, memories: Sequence[Bytes]) -> Bytes:
+    out = np.empty(step.nbytes, np.uint8)
+    page, plain, done = step.block.page_bytes(step.elements), step.elements * step.plain.item_bytes, 0
+    for channel, offsets in step.places:
+        if channel >= len(memories) or int(offsets[-1]) + page > len(memories[channel]):
+            raise InvalidArgument(
+                f"the plan reads {int(offsets[-1]) + page} bytes of source channel {channel}; give that memory",
+                channel=channel,
+            )
+        pages = np.lib.stride_tricks.sliding_window_view(memories[channel], page)[offsets]
+        end = done + len(offsets) * plain
+        codec.decode(pages, step.block, step.plain, step.elements, out[done:end])
+        done = end
+    return out
+
+
+def _bytes(memory: Buffer) -> Bytes:
+    return np.frombuffer(memoryview(memory).cast("B"), np.uint8)

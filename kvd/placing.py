@@ -1,0 +1,239 @@
+"""Tensors on this node's devices: memory for parts that open with a placement, and caches that outlive transfers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import Busy, InvalidArgument, NotFound, UnsupportedLayout
+from kvd.layout.descriptor import Placed
+from kvd.layout.geometry import Geometry
+from kvd.memory.device import NpuDevice
+from kvd.memory.pool import Pool
+from kvd.memory.tensors import TensorMemory, lease_tensors
+from kvd.tensors import MAX_BLOCKS, Tensors, block_count, block_table, on_device
+from kvd.transfer.parties import PartTensors
+from kvd_client import protocol as api
+from kvd_client.layouts import UNITS, DigitMap, Placement, Target, TensorMap
+from kvd_client.spec import KVSpec, PartLayout, part_layout
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Cache:
+    """Tensors of an engine. Its parts hold the memory, so that it goes back after the last of them."""
+
+    client: int
+    spec: KVSpec
+    placement: Placement
+    heads: int
+    blocks: int
+    memory: TensorMemory
+
+
+class Placing:
+    """One per daemon. ``devices`` by the name that placements have for them."""
+
+    def __init__(self, pool: Pool, devices: Mapping[str, NpuDevice]) -> None:
+        self._pool = pool
+        self._devices = devices
+        self._caches: dict[int, Cache] = {}
+        self._next_cache = 1
+
+    async def open(
+        self, client: int, request: api.OpenSource | api.OpenSink, layout: PartLayout
+    ) -> tuple[PartTensors | None, Target | None]:
+        """Memory for the tensors of a part that is about to be opened, and what its source must know of them.
+
+        The caller gives them back where the opening fails. Raises :class:`InvalidArgument`,
+        :class:`UnsupportedLayout`, :class:`NotFound` for a cache, :class:`OutOfMemory` with the channel.
+        """
+        if request.cache:
+            cache = self._cache(client, request.cache)
+            placement, memory, blocks = _cached(cache, request, layout), cache.memory, cache.blocks
+        elif request.placement is not None:
+            placement = request.placement.check()
+            if request.table:
+                raise InvalidArgument("a block table needs a cache to point into; open one, or leave the table out")
+            blocks = layout.rows * block_count(layout, placement)
+            memory = await self._lease(client, placement, layout, blocks)
+        elif request.table or (isinstance(request, api.OpenSink) and (request.unit or request.pull)):
+            raise InvalidArgument("table, unit and pull go with a placement or a cache; give one, or leave them out")
+        else:
+            return None, None
+        owned = not request.cache
+        try:
+            table = block_table(layout, placement, blocks, request.table)
+            tensors = _tensors(layout, request.lengths, request.head_start, placement, memory, blocks, table)
+            target = _target(request, placement, memory, blocks) if isinstance(request, api.OpenSink) else None
+            found = _describe(layout, placement, memory, blocks)
+        except BaseException:
+            if owned:
+                memory.release()
+            raise
+        if not owned:
+            memory.hold()
+        return PartTensors(placement, tensors, memory, owned, found, table), target
+
+    async def open_cache(self, client: int, request: api.OpenCache) -> tuple[api.CacheOpened, list[int]]:
+        """Errors as in :meth:`open`."""
+        spec, placement = request.spec.check(), request.placement.check()
+        heads = request.head_count or spec.kv_heads
+        if not 1 <= request.blocks <= MAX_BLOCKS:
+            raise InvalidArgument(f"a cache has 1 to {MAX_BLOCKS} blocks, not {request.blocks}", blocks=request.blocks)
+        tokens = request.blocks * placement.block_tokens
+        layout = part_layout(spec, heads=heads, rows=1, capacity=tokens, placed=True)
+        memory = await self._lease(client, placement, layout, request.blocks)
+        number, self._next_cache = self._next_cache, self._next_cache + 1
+        self._caches[number] = Cache(client, spec, placement, heads, request.blocks, memory)
+        fds = memory.descriptors
+        found = _describe(layout, placement, memory, request.blocks)
+        return api.CacheOpened(cache=number, tensors=found, descriptors=len(fds)), fds
+
+    def close_cache(self, client: int, number: int) -> None:
+        """Idempotent; raises :class:`Busy` while transfers into it are open."""
+        cache = self._caches.get(number)
+        if cache is None or cache.client != client:
+            return
+        if cache.memory.holds:
+            raise Busy(f"{cache.memory.holds} transfers into cache {number} are open; release them first", cache=number)
+        del self._caches[number]
+        cache.memory.release()
+
+    def client_lost(self, client: int) -> None:
+        """Its caches go, each after the last transfer into it."""
+        for number in [n for n, cache in self._caches.items() if cache.client == client]:
+            self._caches.pop(number).memory.release()
+
+    async def _lease(self, client: int, placement: Placement, layout: PartLayout, blocks: int) -> TensorMemory:
+        device = self._device(placement)
+        table = np.arange(block_count(layout, placement), dtype=np.int64)[None]
+        placed = on_device(
+            layout,
+            [layout.capacity],
+            0,
+            placement,
+            channels=device.channels if device is not None else 1,
+            alignment=device.alignment if device is not None else 1,
+            blocks=blocks,
+            table=table,
+        ).rows[0]
+        geometry = Geometry(placed)
+        return await lease_tensors(self._pool, device, [geometry.tensor_stride] * geometry.tensors, client)
+
+    def _device(self, placement: Placement) -> NpuDevice | None:
+        if not placement.device:
+            return None
+        device = self._devices.get(placement.device)
+        if device is None:
+            known = ", ".join(sorted(self._devices)) or "none"
+            raise NotFound(
+                f"this node has no device {placement.device!r}, only {known}; add [npu.{placement.device}] to its "
+                "configuration",
+                device=placement.device,
+            )
+        return device
+
+    def _cache(self, client: int, number: int) -> Cache:
+        cache = self._caches.get(number)
+        if cache is None or cache.client != client:
+            raise NotFound(f"cache {number} is not open on this connection", cache=number)
+        return cache
+
+
+def _cached(cache: Cache, request: api.OpenSource | api.OpenSink, layout: PartLayout) -> Placement:
+    """The placement of a part in a cache; raises :class:`UnsupportedLayout` where it does not fit."""
+    mine = {"layers": layout.layers, "heads": layout.heads, "entry_bytes": layout.entry_bytes}
+    theirs = {"layers": cache.spec.layers, "heads": cache.heads, "entry_bytes": cache.spec.entry_bytes}
+    differ = {name: [mine[name], theirs[name]] for name in mine if mine[name] != theirs[name]}
+    if differ:
+        listed = ", ".join(f"{name} {one} and {other}" for name, (one, other) in differ.items())
+        raise UnsupportedLayout(f"the transfer and the cache differ in {listed}; open a cache that fits", differ=differ)
+    if request.placement is not None and request.placement != cache.placement:
+        raise InvalidArgument("a transfer into a cache has the cache's placement; leave its own out")
+    if not request.table:
+        raise InvalidArgument("a transfer into a cache needs a block table: which of its blocks it may use")
+    return cache.placement
+
+
+def _tensors(
+    layout: PartLayout,
+    lengths: list[int],
+    head_start: int,
+    placement: Placement,
+    memory: TensorMemory,
+    blocks: int,
+    table: npt.NDArray[np.int64],
+) -> Tensors:
+    return on_device(
+        layout,
+        lengths,
+        head_start,
+        placement,
+        channels=memory.channels,
+        alignment=memory.alignment,
+        blocks=blocks,
+        table=table,
+        bases=memory.bases,
+    )
+
+
+def _target(request: api.OpenSink, placement: Placement, memory: TensorMemory, blocks: int) -> Target:
+    if request.unit and request.unit not in UNITS:
+        raise InvalidArgument(f"there is no unit {request.unit!r}; choose one of {', '.join(UNITS)}", unit=request.unit)
+    return Target(
+        placement=placement,
+        channels=memory.channels,
+        alignment=memory.alignment,
+        blocks=blocks,
+        table=request.table,
+        unit=request.unit,
+        pull=request.pull,
+        bases=memory.bases.astype("<i8").tobytes(),
+    )
+
+
+def _describe(layout: PartLayout, placement: Placement, memory: TensorMemory, blocks: int) -> TensorMap:
+    table = np.arange(block_count(layout, placement), dtype=np.int64)[None]
+    placed = _tensors(layout, [layout.capacity], 0, placement, memory, blocks, table).rows[0]
+    return tensor_map(placed, memory, blocks)
+
+
+def tensor_map(placed: Placed, memory: TensorMemory, blocks: int) -> TensorMap:
+    """A :class:`Placed` in the form that processes get."""
+    geometry, layout = Geometry(placed), placed.layout
+    digits = []
+    for axis, of_axis in layout.axes:
+        for position, digit in enumerate(of_axis):
+            weight = geometry.weight[digit.name]
+            digits.append(
+                DigitMap(
+                    axis=axis,
+                    divisor=geometry.below[digit.name],
+                    radix=0 if position == 0 else geometry.radix[digit.name],
+                    tensor=weight if digit.name in layout.tensors else 0,
+                    page=weight if digit.name in layout.pages else 0,
+                    inner=weight if digit.name in layout.inner else 0,
+                    looked_up=digit.name == layout.table,
+                )
+            )
+    return TensorMap(
+        axes={axis: stop - start for axis, (start, stop) in placed.held.items()},
+        digits=digits,
+        codec=layout.codec,
+        item_bytes=0 if geometry.codec.is_block else geometry.codec.item_bytes,
+        page_elements=geometry.page_elements,
+        pages=geometry.pages,
+        page_stride=geometry.page_stride,
+        tensor_stride=geometry.tensor_stride,
+        kind=layout.placement.kind,
+        channels=geometry.channels,
+        shard_pages=geometry.shard_pages,
+        blocks=blocks,
+        bases=memory.bases.astype("<i8").tobytes(),
+        address=memory.origin,
+        offset=memory.offset,
+        nbytes=memory.nbytes,
+    )

@@ -1,0 +1,285 @@
+"""A part's tensors in their layout: what :mod:`kvd.layout` calls placed, for each row of the batch.
+
+One end's tensors lie in the channels of a device, or token-major in a lease; a transfer brings tokens from one form to
+the other. Pure arithmetic on what both daemons know of each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import InvalidArgument, UnsupportedLayout
+from kvd.layout import named
+from kvd.layout.codec import codec
+from kvd.layout.descriptor import Digit, Layout, Placed
+from kvd.layout.plan import RegroupPlan, plan_regroup
+from kvd_client.layouts import Placement, Target
+from kvd_client.spec import PartLayout, TokenRange
+
+Layers: TypeAlias = Sequence[tuple[int, Sequence[TokenRange]]]
+"""Tokens by layer."""
+
+MAX_CHANNELS, MAX_BLOCKS = 32, 1 << 24
+MAX_PLANS = 64
+"""That a route keeps."""
+AXES = ("l", "kv", "h", "t", "d")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """One end of a transfer: its rows, each a :class:`Placed` with its own blocks."""
+
+    rows: tuple[Placed, ...]
+    channels: int
+    block_tokens: int
+    """What is moved has whole blocks of this many tokens, or ends with a row."""
+
+
+class Route:
+    """From one end's tensors to the other's. Layers differ in where they lie, not in what is to be done: the plan of
+    one is made once, and moved from layer to layer."""
+
+    def __init__(self, source: Tensors, target: Tensors) -> None:
+        self.source, self.target = source, target
+        self._made: dict[tuple[int, bytes], tuple[int, RegroupPlan]] = {}
+        """By row and tokens: a layer, and its plan."""
+
+    def plan(self, layers: Layers) -> list[RegroupPlan]:
+        """What brings these tokens over: a plan for each row, and each run of layers of which the same tokens go.
+        Raises as :func:`~kvd.layout.plan.plan_regroup`."""
+        plans = []
+        for first, last, row, ranges in _alike(layers):
+            known = self._moved(first, row, ranges) if last == first + 1 else None
+            if known is None:
+                within: dict[str, tuple[int, int] | npt.NDArray[np.int64]] = {"l": (first, last), "t": ranges}
+                known = plan_regroup(self.source.rows[row], self.target.rows[row], within)
+                if last == first + 1:
+                    if len(self._made) >= MAX_PLANS:
+                        self._made.clear()
+                    self._made[row, ranges.tobytes()] = (first, known)
+            plans.append(known)
+        return plans
+
+    def _moved(self, layer: int, row: int, ranges: npt.NDArray[np.int64]) -> RegroupPlan | None:
+        """A plan that exists, moved to another layer; None where there is none, or it can't be moved."""
+        made = self._made.get((row, ranges.tobytes()))
+        if made is None:
+            return None
+        begun, plan = made
+        here = _distance(self.source.rows[row], begun, layer)
+        there = _distance(self.target.rows[row], begun, layer)
+        if here is None or there is None or plan.decode is not None:
+            return None
+        copies = tuple(dataclasses.replace(copy, places=copy.places + np.array([here, 0])) for copy in plan.copies)
+        return dataclasses.replace(plan, copies=copies, requests=plan.requests + np.array([0, 0, there, 0]))
+
+
+def _distance(placed: Placed, layer: int, other: int) -> int | None:
+    """How far one layer's tensors lie from another's, in every channel; None if not all equally far."""
+    layout, geometry = placed.layout, placed.geometry
+    digits = layout.digits("l")
+    if len(digits) != 1 or digits[0].name not in layout.tensors:
+        return None
+    name = digits[0].name
+    number = np.arange(geometry.tensors) // geometry.weight[name] % geometry.radix[name]
+    start = placed.held["l"][0]
+    far = np.unique(geometry.bases[number == other - start] - geometry.bases[number == layer - start])
+    return int(far[0]) if len(far) == 1 else None
+
+
+def in_lease(layout: PartLayout, lengths: Sequence[int], head_start: int, placement: Placement) -> Tensors:
+    """The tensors of a part that has them token-major in its lease; addresses count from the lease's start.
+
+    ``placement`` is the other end's, which says what the elements are.
+    """
+    form = _lease_layout(placement.dtype)
+    rows = []
+    for row, length in enumerate(lengths):
+        held = _held(layout, length, head_start, placement)
+        bases = [
+            layout.layer_offset(layer) + row * layout.capacity * layout.token_bytes for layer in range(layout.layers)
+        ]
+        rows.append(Placed(form, held, room={"t": layout.capacity}, bases=np.array(bases, np.int64)))
+    return Tensors(tuple(rows), 1, 1)
+
+
+def on_device(
+    layout: PartLayout,
+    lengths: Sequence[int],
+    head_start: int,
+    placement: Placement,
+    *,
+    channels: int,
+    alignment: int,
+    blocks: int,
+    table: npt.NDArray[np.int64],
+    bases: npt.NDArray[np.int64] | None = None,
+) -> Tensors:
+    """The tensors of a part that lie on a device of ``channels`` channels.
+
+    ``table``: shape (rows, blocks of a row), the block that each really is, of ``blocks``. ``bases``: where each tensor
+    begins in each channel, None: one behind the other from 0. Raises :class:`UnsupportedLayout` where the layout is
+    unknown or does not fit the device.
+    """
+    form = device_layout(placement, channels=channels, alignment=alignment)
+    if not form.table and len(lengths) > 1:
+        raise UnsupportedLayout(
+            f"layout {placement.layout!r} has no block table, so that it holds one sequence, not {len(lengths)}",
+            rows=len(lengths),
+        )
+    if form.table:
+        room = {form.table: blocks}
+    else:  # one sequence, whose pages may be numbered by its length
+        first, *others = form.digits("t")
+        room = {} if first.radix else {first.name: -(-layout.capacity // math.prod(digit.radix for digit in others))}
+    rows = tuple(
+        Placed(
+            form,
+            _held(layout, length, head_start, placement),
+            room=room,
+            table=one[: -(-length // placement.block_tokens)] if form.table else None,
+            bases=bases,
+        )
+        for length, one in zip(lengths, table, strict=True)
+    )
+    return Tensors(rows, channels, placement.block_tokens)
+
+
+def device_layout(placement: Placement, *, channels: int, alignment: int) -> Layout:
+    """The layout that a placement names; raises :class:`UnsupportedLayout`."""
+    form = named.get(
+        placement.layout,
+        codec=placement.codec or placement.dtype,
+        block=placement.block_tokens,
+        channels=channels,
+        alignment=alignment,
+    )
+    if placement.codec:
+        form = dataclasses.replace(form, codec=placement.codec)  # a user's own layout names one, too
+    if form.placement.kind == "flat" and channels > 1:
+        raise UnsupportedLayout(
+            f"layout {placement.layout[:64]!r} puts everything into one channel, and the device has {channels}; choose "
+            "one that spreads its pages",
+            channels=[1, channels],
+        )
+    if form.placement.alignment % alignment:
+        raise UnsupportedLayout(
+            f"pages of layout {placement.layout[:64]!r} are aligned to {form.placement.alignment} bytes, and the "
+            f"device wants {alignment}",
+            alignment=[form.placement.alignment, alignment],
+        )
+    if form.placement.channels > channels:
+        raise UnsupportedLayout(
+            f"layout {placement.layout!r} is for {form.placement.channels} channels, and the device has {channels}",
+            channels=[form.placement.channels, channels],
+        )
+    return form
+
+
+def block_count(layout: PartLayout, placement: Placement) -> int:
+    """Blocks of each row of a part."""
+    return -(-layout.capacity // placement.block_tokens)
+
+
+def block_table(layout: PartLayout, placement: Placement, blocks: int, table: bytes) -> npt.NDArray[np.int64]:
+    """Shape (rows, blocks of a row); raises :class:`InvalidArgument` for a table that names what does not exist, or a
+    block twice."""
+    each = block_count(layout, placement)
+    if not table:
+        return np.arange(layout.rows * each, dtype=np.int64).reshape(layout.rows, each)
+    if len(table) != 4 * layout.rows * each:
+        raise InvalidArgument(
+            f"the block table has {len(table) // 4} entries; {layout.rows} rows of {each} blocks need "
+            f"{layout.rows * each}",
+            entries=len(table) // 4,
+            need=layout.rows * each,
+        )
+    found = np.frombuffer(table, np.int32).astype(np.int64)
+    if found.min() < 0 or found.max() >= blocks or len(np.unique(found)) != len(found):
+        raise InvalidArgument(
+            f"the block table names blocks {found.min()} to {found.max()}; it must name each of {len(found)} blocks "
+            f"once, from 0 to {blocks - 1}",
+            blocks=blocks,
+        )
+    return found.reshape(layout.rows, each)
+
+
+def of_target(layout: PartLayout, lengths: Sequence[int], head_start: int, target: Target) -> Tensors:
+    """The sink's tensors as it describes them; raises :class:`UnsupportedLayout` or :class:`InvalidArgument`."""
+    placement = target.placement.check()
+    if len(target.bases) % 8 or not 1 <= target.channels <= MAX_CHANNELS or not 1 <= target.blocks <= MAX_BLOCKS:
+        raise InvalidArgument(
+            f"a target of {target.channels} channels, {target.blocks} blocks and {len(target.bases)} bytes of bases "
+            "makes no sense",
+            channels=target.channels,
+            blocks=target.blocks,
+        )
+    return on_device(
+        layout,
+        lengths,
+        head_start,
+        placement,
+        channels=target.channels,
+        alignment=target.alignment,
+        blocks=target.blocks,
+        table=block_table(layout, placement, target.blocks, target.table),
+        bases=np.frombuffer(target.bases, np.int64),
+    )
+
+
+def _held(layout: PartLayout, length: int, head_start: int, placement: Placement) -> dict[str, tuple[int, int]]:
+    elements = codec(placement.dtype)
+    item = elements.item_bytes
+    if elements.is_block or layout.entry_bytes % (placement.tensors * item):
+        raise UnsupportedLayout(
+            f"entries of {layout.entry_bytes} bytes are not {placement.tensors} vectors of {placement.dtype}; say in "
+            "the placement's dtype what the elements are",
+            entry_bytes=layout.entry_bytes,
+            dtype=placement.dtype,
+        )
+    return {
+        "l": (0, layout.layers),
+        "kv": (0, placement.tensors),
+        "h": (head_start, head_start + layout.heads),
+        "t": (0, length),
+        "d": (0, layout.entry_bytes // (placement.tensors * item)),
+    }
+
+
+def _lease_layout(codec: str) -> Layout:
+    """As :class:`~kvd_client.spec.PartLayout` arranges one row."""
+    return Layout(
+        name="kvd",
+        axes=tuple((axis, (Digit(axis, 0),)) for axis in AXES),
+        tensors=("l",),
+        pages=(),
+        inner=("t", "h", "kv", "d"),
+        codec=codec,
+    )
+
+
+def _alike(layers: Layers) -> list[tuple[int, int, int, npt.NDArray[np.int64]]]:
+    """``(first layer, last excluded, row, ranges)``, layers of which the same tokens go taken together."""
+    by_row: dict[tuple[int, bytes], list[int]] = {}
+    for layer, ranges in layers:
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for r in ranges:
+            rows.setdefault(r.row, []).append((r.start, r.stop))
+        for row, pieces in rows.items():
+            by_row.setdefault((row, np.array(pieces, np.int64).tobytes()), []).append(layer)
+    found = []
+    for (row, packed), members in by_row.items():
+        ranges_of_row = np.frombuffer(packed, np.int64).reshape(-1, 2)
+        members.sort()
+        start = 0
+        for i in range(1, len(members) + 1):
+            if i == len(members) or members[i] != members[i - 1] + 1:
+                found.append((members[start], members[i - 1] + 1, row, ranges_of_row))
+                start = i
+    return found

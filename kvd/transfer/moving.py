@@ -1,0 +1,242 @@
+"""Moving tensors between layouts: regroup into staging memory, then a batch of large requests (HAWK, section 4.3).
+
+Staging memory is leased for one batch and given back at its end, whatever that is. The regroup runs in a worker
+thread. Mask bytes are written, or marked, only after every byte of the batch is in place: the batch goes into several
+grants, so no fabric's order within one write could promise it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from kvd.errors import Aborted, InvalidArgument, KvdError, RemoteAccessError
+from kvd.fabric.base import Fabric, Grant, Operation, Region
+from kvd.layout.execute import regroup
+from kvd.layout.plan import RegroupPlan
+from kvd.mask import mark, mask_view
+from kvd.memory.leases import Lease
+from kvd.memory.pool import Pool
+from kvd.memory.tensors import within
+from kvd.plan import plan_tokens
+from kvd.tensors import Layers, Route, in_lease, of_target
+from kvd.transfer import events as ev
+from kvd.transfer import instructions as do
+from kvd.transfer.parties import Record, Session
+from kvd.transfer.serving import STAGING
+from kvd.types import Descriptors, Lane, TransferId
+from kvd.wire.messages import Arrived, Staged
+from kvd_client.layouts import ChannelGrant
+
+INLINE_BYTES = 1 << 20
+"""Regrouped on the event loop's thread in less than a millisecond: another thread gets its turn later than that."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Move:
+    """One batch on its way. ``operations`` are the fabric's; a cancelled move starts nothing new."""
+
+    operations: set[Operation] = dataclasses.field(default_factory=set)
+    cancelled: bool = False
+    staging: Lease | None = None
+    grant: tuple[Fabric, Grant] | None = None
+    """Of staging memory that the sink reads."""
+    requests: int = 0
+    nbytes: int = 0
+    regroup_us: int = 0
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        for operation in list(self.operations):
+            operation.cancel()
+
+    async def run(self, operations: Iterable[Operation]) -> None:
+        """Start a batch and wait for all of it; raises the first error once nothing of it touches memory any more."""
+        started: list[Operation] = []
+        failed: BaseException | None = None
+        try:
+            for operation in operations:
+                started.append(operation)
+                self.operations.add(operation)
+        except KvdError as error:
+            failed = error
+        if failed is not None or self.cancelled:
+            self.cancel()
+        try:
+            ended = await asyncio.gather(*(operation.done for operation in started), return_exceptions=True)
+        finally:
+            self.operations.difference_update(started)
+        failed = failed or next((error for error in ended if error is not None), None)
+        if failed is not None:
+            raise failed
+        self.check()
+
+    def account(self, transfer: TransferId) -> ev.Moved:
+        """What it took."""
+        return ev.Moved(transfer, self.requests, self.nbytes, self.regroup_us)
+
+    def check(self) -> None:
+        if self.cancelled:
+            raise Aborted("the move of tensors was cancelled")
+
+
+async def stage(pool: Pool, move: Move, record: Record, layers: Layers) -> list[RegroupPlan]:
+    """Regroup tokens of a source part into ``move.staging``; returns the plans, whose staging memory lies end to end.
+
+    Raises :class:`~kvd.errors.OutOfMemory` where there is no room for it, and what planning says.
+    """
+    assert record.route is not None
+    plans = record.route.plan(layers)
+    nbytes = sum(plan.staging_bytes for plan in plans)
+    move.staging = await pool.lease_soon(nbytes, STAGING, limited=False)
+    move.check()
+    began = time.perf_counter()
+    sources = record.tensors.memory.buffers() if record.tensors is not None else [record.lease.memory]
+    staging = move.staging.memory
+
+    def work() -> None:
+        at = 0
+        for plan in plans:
+            regroup(plan, sources, staging[at : at + plan.staging_bytes])
+            at += plan.staging_bytes
+
+    if nbytes <= INLINE_BYTES:
+        work()
+    else:
+        await asyncio.to_thread(work)
+    move.regroup_us = int((time.perf_counter() - began) * 1e6)
+    move.nbytes = nbytes
+    move.check()
+    return plans
+
+
+async def push(move: Move, record: Record, session: Session, plans: Sequence[RegroupPlan]) -> None:
+    """Write what is staged as one batch into the sink's buffers. Raises :class:`RemoteAccessError`, before a byte is
+    written, where the sink has not granted what the plans need."""
+    assert record.sink is not None
+    assert move.staging is not None
+    target = record.sink.target
+    grants = target.grants if target is not None else [ChannelGrant(0, 0, record.sink.layout.nbytes, record.sink.grant)]
+    region, at = move.staging.region(session.fabric.name), move.staging.offset
+    writes: list[tuple[bytes, Descriptors]] = []
+    for channel, descriptors in by_channel(plans, at).items():
+        found = 0
+        for grant in grants:
+            if grant.channel == channel:
+                inside = within(descriptors, grant.start, grant.nbytes)
+                found += len(inside)
+                if len(inside):
+                    writes.append((grant.token, inside))
+        if found != len(descriptors):
+            raise RemoteAccessError(
+                f"{len(descriptors) - found} pieces of channel {channel} lie outside of what the sink has granted; "
+                "nothing was written",
+                channel=channel,
+            )
+        move.requests += found
+    await move.run(session.endpoint.write(Lane.BULK, region, token, rows) for token, rows in writes)
+
+
+async def mark_far(move: Move, record: Record, session: Session, instruction: do.WriteTensors) -> None:
+    """Every byte of a batch is in place: write its mask bytes, and tell the sink's daemon."""
+    await move.run(_masks(record, session, instruction))
+
+
+def _masks(record: Record, session: Session, instruction: do.WriteTensors) -> Iterator[Operation]:
+    """On the urgent lane, since on the other one they would wait behind the next batch."""
+    assert record.sink is not None
+    region = record.lease.region(session.fabric.name)
+    for layer, ranges in instruction.layers:
+        mark(mask_view(record.lease.memory, record.layout, layer), ranges)
+        plan = plan_tokens(record.layout, record.sink.layout, layer, ranges, source_offset=record.lease.offset)
+        notify = msgspec.msgpack.encode(Arrived(record.sink.sink, layer, list(ranges), instruction.path.value))
+        yield session.endpoint.write(Lane.URGENT, region, record.sink.grant, plan.masks, notify=notify)
+
+
+def offer(move: Move, session: Session) -> bytes:
+    """Let the sink read what is staged; returns the grant's token."""
+    assert move.staging is not None
+    region = move.staging.region(session.fabric.name)
+    grant = session.fabric.grant(region, move.staging.offset, move.nbytes, writable=False, readable=True)
+    move.grant = (session.fabric, grant)
+    return grant.token
+
+
+async def withdraw(move: Move) -> None:
+    """Give a move's staging memory back; nothing leaves it from then on. Idempotent."""
+    grant, move.grant = move.grant, None
+    staging, move.staging = move.staging, None
+    try:
+        if grant is not None:
+            await grant[0].revoke(grant[1])
+    finally:
+        if staging is not None:
+            staging.release()
+
+
+async def pull(move: Move, record: Record, session: Session, message: Staged) -> None:
+    """Read a stage into a sink part's buffers, then mark its tokens. The caller holds the part's memory.
+
+    Raises :class:`InvalidArgument` where the source says another size than the plan does.
+    """
+    assert record.tensors is not None
+    layers = [(one.layer, one.ranges) for one in message.layers]
+    mine = record.tensors
+    if record.route is None:  # the regroup is the source's own affair: staging memory follows from the target alone
+        plain = msgspec.structs.replace(record.layout, placed=False)
+        record.route = Route(in_lease(plain, record.lengths, record.head_start, mine.placement), mine.tensors)
+    plans = record.route.plan(layers)
+    nbytes = sum(plan.staging_bytes for plan in plans)
+    if nbytes != message.nbytes:
+        raise InvalidArgument(
+            f"the source has staged {message.nbytes} bytes for tokens that take {nbytes} here",
+            need=nbytes,
+            size=message.nbytes,
+        )
+    reads: list[tuple[Region, Descriptors]] = []
+    for channel, rows in by_channel(plans, 0).items():
+        region, begin = mine.memory.region(channel, session.fabric.name)
+        rows = rows[:, [1, 0, 2]]
+        rows[:, 0] += begin
+        reads.append((region, np.ascontiguousarray(rows)))
+        move.requests += len(rows)
+    move.nbytes = nbytes
+    await move.run(session.endpoint.read(Lane.BULK, region, message.grant, rows) for region, rows in reads)
+    for layer, ranges in layers:
+        mark(mask_view(record.lease.memory, record.layout, layer), ranges)
+
+
+def by_channel(plans: Sequence[RegroupPlan], offset: int) -> dict[int, Descriptors]:
+    """The plans' requests, (staging offset, offset in the channel, length), their staging memory end to end from
+    ``offset`` on."""
+    parts: dict[int, list[Descriptors]] = {}
+    for plan in plans:
+        for channel, rows in plan.by_channel().items():
+            moved = rows.copy()
+            moved[:, 0] += offset
+            parts.setdefault(channel, []).append(moved)
+        offset += plan.staging_bytes
+    return {channel: np.concatenate(rows) for channel, rows in parts.items()}
+
+
+def bind(record: Record) -> None:
+    """A source part is paired: how its tensors lie here and at the sink. Nothing where both have them in leases."""
+    assert record.sink is not None
+    mine, target = record.tensors, record.sink.target
+    if mine is None and target is None:
+        return
+    if mine is not None:
+        form, placement = mine.tensors, mine.placement
+    else:
+        assert target is not None
+        form, placement = in_lease(record.layout, record.lengths, record.head_start, target.placement), target.placement
+    if target is not None:
+        theirs = of_target(record.sink.layout, record.lengths, record.head_start, target)
+    else:
+        theirs = in_lease(record.sink.layout, record.lengths, record.head_start, placement)
+    record.route = Route(form, theirs)

@@ -1,0 +1,138 @@
+"""kill -9 while tensors are on their way into a device, or out of it: both sides hear of it, and all memory comes back.
+
+Links are slow here, so that each batch is on its way for a while. What must be given back: leases of the pool (staging
+among them), channels of the devices, and the caches of a process that is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_client import Client, KVSpec, Placement
+from kvd_client.errors import KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
+from tests.integration.daemons import DaemonProcess, random_layer, two_daemons
+
+WAIT_S = 20.0
+SPEC = KVSpec(layers=8, kv_heads=2, entry_bytes=256, dtype="bfloat16", model="test")
+TOKENS = 512
+TILES = Placement(layout="tenstorrent", device="bh")
+CONFIG: dict[str, dict[str, Any]] = {
+    "npu.bh": {"channels": 8, "channel_bytes": "4MiB", "alignment": 64},
+    "fabric": {"rate": "20mbit"},
+    "memory": {"pool": "64MiB", "arena": "16MiB"},
+}
+ENDS = [
+    ("push", "source"),
+    ("push", "sink"),
+    ("pull", "source"),
+    ("pull", "sink"),
+    ("cache", "sink"),
+    ("back", "source"),
+]
+
+
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, DaemonProcess]]:
+    with two_daemons(tmp_path_factory.mktemp("daemons"), **CONFIG) as pair:
+        yield pair
+
+
+def _process(socket: str, role: str, way: str, request: str, pipe: Connection) -> None:
+    """An inference process: opens its side, puts everything (a source), and tells when the first layer is there."""
+    with Client(socket, name=role) as client:
+        try:
+            if role == "source":
+                transfer: Any = client.prefill(request, SPEC, [TOKENS], placement=TILES if way == "back" else None)
+                pipe.send("opened")
+                for layer in range(SPEC.layers):
+                    transfer.put_layer(layer, entries=random_layer(layer, 1, TOKENS, 2, 256))
+                transfer.finish(timeout_s=60)
+            else:
+                options: dict[str, Any] = {}
+                if way == "cache":
+                    cache = client.open_cache(SPEC, TILES, 20)
+                    options = {"cache": cache, "blocks": [list(range(19, 3, -1))]}
+                elif way != "back":
+                    options = {"placement": TILES, "pull": way == "pull"}
+                transfer = client.decode(request, SPEC, [TOKENS], source="prefill", **options)
+                pipe.send("opened")
+                transfer.wait_ready(0, timeout_s=60)
+                pipe.send("first layer")
+                transfer.wait_ready(timeout_s=60)
+            pipe.send("ok")
+        except KvdError as error:
+            pipe.send(error.code)
+        pipe.recv()  # nobody sends: it ends with the test
+
+
+class Worker:
+    """An inference process that can be killed."""
+
+    def __init__(self, daemon: DaemonProcess, role: str, way: str, request: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (daemon.socket, role, way, request, theirs)
+        self.process = context.Process(target=_process, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self) -> str:
+        assert self._pipe.poll(WAIT_S + 40), "the process said nothing"
+        return str(self._pipe.recv())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def nothing_is_left(daemon: DaemonProcess) -> None:
+    """Asks again and again: a grant is given back once what is on its way has landed."""
+    end = time.monotonic() + WAIT_S
+    with daemon.client("look") as look:
+        while True:
+            status = look.status()
+            left = (status.memory.leases, status.memory.in_use, [(d.leases, sum(d.used)) for d in status.devices])
+            if left == (0, 0, [(0, 0)]):
+                return
+            assert time.monotonic() < end, f"not given back: {left}"
+
+
+@pytest.mark.parametrize(("way", "victim"), ENDS)
+def test_a_process_dies_while_tensors_are_on_their_way(
+    daemons: tuple[DaemonProcess, DaemonProcess], way: str, victim: str
+) -> None:
+    request = f"{way}-{victim}"
+    source, sink = Worker(daemons[0], "source", way, request), Worker(daemons[1], "sink", way, request)
+    try:
+        assert source.hear() == sink.hear() == "opened"
+        assert sink.hear() == "first layer"
+        (source if victim == "source" else sink).kill()
+        assert (sink if victim == "source" else source).hear() == ProcessLost.code
+    finally:
+        source.kill()
+        sink.kill()
+    for daemon in daemons:
+        nothing_is_left(daemon)
+
+
+@pytest.mark.parametrize(("way", "victim"), [("push", 1), ("pull", 0)], ids=["push-sink", "pull-source"])
+def test_a_daemon_dies_while_tensors_are_on_their_way(tmp_path: Path, way: str, victim: int) -> None:
+    with two_daemons(tmp_path, **CONFIG) as daemons:
+        source, sink = Worker(daemons[0], "source", way, "r"), Worker(daemons[1], "sink", way, "r")
+        workers = (source, sink)
+        try:
+            assert source.hear() == sink.hear() == "opened"
+            assert sink.hear() == "first layer"
+            daemons[victim].kill()
+            assert workers[1 - victim].hear() in (PeerLost.code, PeerRestarted.code, PeerUnreachable.code)
+        finally:
+            source.kill()
+            sink.kill()
+        nothing_is_left(daemons[1 - victim])

@@ -1,0 +1,157 @@
+"""``kvd plan``: counts as the paper's case has them, tables, JSON, and refusals in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvd.cli.main import app
+from kvd.errors import InvalidArgument
+from kvd.layout.models import model
+
+LLAMA = ["--model", "llama-3.1-70b", "--from", "vllm-lbhnc", "--to", "tenstorrent"]
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def shown(*words: str):
+    code, out, err = run("show", *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("mib", [10, 40, 160, 1280])
+def test_requests_of_llama_70b(mib):
+    """320 KiB a token; every way's count follows from the size of its pieces."""
+    tokens = mib * 1024 // 320
+    found = shown(*LLAMA, "--tokens", str(tokens))
+    size = mib << 20
+    assert found["payload_bytes"] == found["staging_bytes"] == size
+    counts = {name: way["requests"] for name, way in found["ways"].items()}
+    assert counts == {
+        "pieces": size // 32,  # face rows
+        "token rows": size // 256,
+        "tiles": size // 2048,
+        "scattered": size // 8192,
+        "layers": 80 * 2 * 8,
+        "channels": 8,
+    }
+    if mib == 1280:
+        assert (counts["pieces"], counts["token rows"], counts["tiles"], counts["scattered"]) == (
+            41_943_040,
+            5_242_880,
+            655_360,
+            163_840,
+        )
+    assert found["ways"]["channels"] == {"requests": 8, "smallest": size // 8, "largest": size // 8}
+
+
+def test_table():
+    code, out, _ = run("show", *LLAMA, "--tokens", "100")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "llama-3.1-70b: 80 layers, 8 KV heads, 2 x 128, 100 tokens"
+    assert "1,280 pages padded" not in out
+    assert "5,120 pages padded" in out
+    assert any(line.split()[:1] == ["8"] and "channels: staged" in line for line in lines)
+
+
+def test_ranks_are_planned_in_pairs():
+    found = shown(*LLAMA, "--tokens", "64", "--from-tp", "2", "--to-tp", "4")
+    pairs = [(one["from"], one["to"], one["heads"]) for one in found["ranks"]]
+    assert pairs == [(0, 0, [0, 2]), (0, 1, [2, 4]), (1, 2, [4, 6]), (1, 3, [6, 8])]
+    assert found["payload_bytes"] == 64 * 320 * 1024
+    assert found["ways"]["channels"]["requests"] == 32
+
+
+def test_block_formats_and_other_channels():
+    found = shown(*LLAMA, "--tokens", "64", "--to-dtype", "bfp8_b", "--channels", "12", "--alignment", "32")
+    assert found["staging_bytes"] == 64 * 320 * 1024 // 2048 * 1088
+    assert found["to"]["placement"] == {"kind": "round-robin", "channels": 12, "alignment": 32, "shard_pages": 0}
+    assert "pieces" not in found["ways"]
+
+
+def test_a_layout_of_ones_own(tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\norder = "l kv || h t | d"\ncodec = "bf16"\npadding = true\n[placement]\n'
+        'kind = "round-robin"\nchannels = 3\nalignment = 512\n'
+    )
+    found = shown("--model", "layers=2,kv_heads=3,head_dim=100", "--tokens", "7", "--from", "heads", "--to", str(file))
+    assert found["payload_bytes"] == 2 * 2 * 3 * 7 * 200
+    assert found["staging_bytes"] == 2 * 2 * 3 * 7 * 512
+    assert found["ways"]["pages"]["requests"] == 84
+    assert found["ways"]["channels"]["requests"] == 3
+    assert found["to"]["name"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--model", "gpt-9"], 2, "there is no model 'gpt-9'"),
+        (["--model", "layers=2"], 2, "the model lacks"),
+        (["--model", "layers=2,kv_heads=0,head_dim=4"], 2, "kv_heads"),
+        (["--model", "nowhere/config.json"], 2, "can't be read"),
+        (["--from", "tiles"], 2, "there is no layout 'tiles'"),
+        (["--from", "none.toml"], 2, "none.toml can't be read"),
+        (["--tokens", "0"], 2, "0 tokens"),
+        (["--tokens", "99999999999"], 2, "give 1 to 16777216"),
+        (["--tokens", "1000000"], 2, "too many for one plan"),
+        (["--to-block", "48"], 2, "multiple of 32"),
+        (["--from-block", "0"], 2, "1 token or more"),
+        (["--channels", "0"], 2, "channels"),
+        (["--to-dtype", "bf17"], 2, "no codec"),
+        (["--to-dtype", "f32"], 1, "same number format"),
+        (["--from-tp", "3"], 2, "split evenly"),
+        (["--to", "mla"], 1, "no axis h"),
+    ],
+)
+def test_refusals_are_one_sentence(words, code, message):
+    given = dict(zip(LLAMA[::2], LLAMA[1::2], strict=True)) | {"--tokens": "64"}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    got, out, err = run("show", *[word for pair in given.items() for word in pair])
+    assert (got, out) == (code, "")
+    assert message in err
+    assert err.startswith("kvd: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_layouts_are_listed():
+    code, out, _ = run("layouts")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()].count("tenstorrent") == 1
+    assert set(json.loads(run("layouts", "--json")[1])) == {line.split()[0] for line in out.splitlines()}
+
+
+class TestModels:
+    def config(self, tmp_path: Path, **fields) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return tmp_path
+
+    def test_grouped_heads(self, tmp_path):
+        fields = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+        shape = model(str(self.config(tmp_path, **fields)))
+        assert (shape.layers, shape.kv_heads, shape.head_dim, shape.parts) == (30, 3, 64, 2)
+
+    def test_heads_wider_than_the_hidden_size(self, tmp_path):
+        fields = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64, "head_dim": 256}
+        shape = model(str(self.config(tmp_path, text_config=fields) / "config.json"))
+        assert (shape.kv_heads, shape.head_dim) == (8, 256)
+
+    def test_latents(self, tmp_path):
+        fields = {"num_hidden_layers": 2, "num_attention_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        shape = model(str(self.config(tmp_path, **fields)))
+        assert (shape.kv_heads, shape.head_dim, shape.parts) == (1, 576, 1)
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"num_hidden_layers": "two"}', '{"num_hidden_layers": 2}'])
+    def test_files_that_are_no_configuration(self, tmp_path, text):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InvalidArgument, match=r"config\.json"):
+            model(str(tmp_path))
