@@ -260,6 +260,7 @@ class Daemon:
         counters = dict(core.counters)
         counters["bytes_sent"] = self._engine.bytes_sent
         counters["bytes_received"] = self._engine.bytes_received
+        counters["checksum_errors"] = self._fabric.checksum_errors
         return api.Status(
             node=self.node,
             boot=self.boot,

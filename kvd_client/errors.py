@@ -197,6 +197,12 @@ class RemoteAccessError(FabricError):
     code = "REMOTE_ACCESS"
 
 
+class ChecksumMismatch(FabricError):
+    """Bytes arrived otherwise than they were sent; they have not been, and will not be, marked as in place."""
+
+    code = "CHECKSUM_MISMATCH"
+
+
 def _tree(cls: type[KvdError]) -> dict[str, type[KvdError]]:
     found = {cls.code: cls}
     for sub in cls.__subclasses__():

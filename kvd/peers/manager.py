@@ -356,7 +356,8 @@ class Peers:
     ) -> PeerSession:
         """Connect the fabric and bring the session to life."""
         try:
-            endpoint = await self._fabric.connect(SessionBringup(link, streams))
+            secret = peer.lane_key if peer.authenticated else b""
+            endpoint = await self._fabric.connect(SessionBringup(link, streams, secret=secret, dialled=dialled))
         except BaseException:
             for stream in streams.values():
                 stream.close()
