@@ -168,13 +168,13 @@ class UnsupportedLayout(KvdError):
 
 
 class OutOfMemory(KvdError):
-    """The pool has no room; ``fields`` has ``need`` and ``free`` in bytes."""
+    """The pool has no room; ``fields`` has ``need`` and ``free`` in bytes, and ``retry_after_s`` if waiting helps."""
 
     code = "OUT_OF_MEMORY"
 
 
 class Busy(KvdError):
-    """A configured limit is reached; try again after ``fields['retry_after_s']`` if present."""
+    """A limit is reached, and nothing has been begun; try again after ``fields['retry_after_s']``."""
 
     code = "BUSY"
 

@@ -18,7 +18,8 @@ from cryptography.exceptions import InvalidTag
 from kvd.errors import ChecksumMismatch, ProtocolError
 from kvd.fabric.iovec import Vector
 from kvd.fabric.regions import address_of
-from kvd.fabric.seals import REKEY_NUMBERS, TAG_BYTES, Keys
+from kvd.fabric.seals import REKEY_NUMBERS
+from kvd.wire.keys import TAG_BYTES, Keys
 
 RECORD_BYTES = 256 << 10
 """Most plaintext of a record."""

@@ -11,7 +11,6 @@ where xxh3 runs at 35 to 45 GB/s: 50 us for 2 MiB, about what handing it to anot
 from __future__ import annotations
 
 import abc
-import hmac
 import struct
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
@@ -20,15 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from kvd_kernels import copy_runs
 
 from kvd.fabric.frames import MAX_PAYLOAD
-from kvd.types import Lane
+from kvd.wire.keys import TAG_BYTES, Keys
 
-KEY_BYTES = 16
-"""AES-128, as in TLS 1.3's mandatory suite."""
-TAG_BYTES = 16
 REKEY_NUMBERS = 1 << 14
 """Frames of one key. A frame has up to 4 MiB, so a key covers at most 64 GiB: 2**32 blocks, far below where AES-GCM's
 bounds begin to matter."""
@@ -94,24 +89,6 @@ class Checksum(Seal):
         return digest.digest()
 
 
-class Keys:
-    """The AES keys of one direction: a new one, derived from the last, after every ``per_key`` numbers."""
-
-    def __init__(self, key: bytes, per_key: int) -> None:
-        self._per_key = per_key
-        self._epoch = 0
-        self.key = key
-        self.aead = AESGCM(key)
-
-    def at(self, number: int) -> AESGCM:
-        """The cipher for ``number``; numbers never go down by an epoch."""
-        while number // self._per_key > self._epoch:
-            self._epoch += 1
-            self.key = hmac.digest(self.key, b"kvd next key", "sha256")[:KEY_BYTES]
-            self.aead = AESGCM(self.key)
-        return self.aead
-
-
 class Gmac(Seal):
     """AES-GMAC: a changed, repeated, dropped or reordered frame does not pass. Does not hide anything."""
 
@@ -151,9 +128,3 @@ def pieces(memory: memoryview, offsets: Offsets, lengths: Offsets) -> Iterator[m
     elif total:
         copy_runs(memory, _scratch_view, np.stack([offsets, ends - lengths, lengths], axis=1))
         yield _scratch_view[:total]
-
-
-def direction_key(secret: bytes, what: bytes, lane: Lane | None, from_dialler: bool) -> bytes:
-    """The first key of what one end sends: another for each use, lane and direction, so that no nonce repeats."""
-    label = b"kvd %s %d %d" % (what, -1 if lane is None else lane, from_dialler)
-    return hmac.digest(secret, label, "sha256")[:KEY_BYTES]

@@ -20,10 +20,11 @@ from kvd.fabric.pacing import Pacer
 from kvd.fabric.records import RecordReader, RecordWriter
 from kvd.fabric.regions import TOKEN_BYTES, Refusal, RegionTable, access_error
 from kvd.fabric.runs import Runs, checked_runs
-from kvd.fabric.seals import Checksum, Gmac, NoSeal, Seal, direction_key
+from kvd.fabric.seals import Checksum, Gmac, NoSeal, Seal
 from kvd.fabric.tcp_receive import LaneIn
 from kvd.fabric.tcp_send import LaneOut, TcpOperation
 from kvd.types import Descriptors, Lane
+from kvd.wire.keys import direction_key
 
 MIN_PIECE_BYTES = 16 << 10
 """Least that a rate-limited link sends at once; smaller pieces cost more than the smoothness is worth."""

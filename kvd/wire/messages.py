@@ -3,7 +3,7 @@
 Framing and limits are those of the local API (:mod:`kvd_client.protocol`). ``transfer`` always names the
 *receiver's* part, except in :class:`Open` and :class:`Announce`, where the sender tells its own.
 
-Version history: 1, first version.
+Version history: 1, first version; 2, key shares in the handshake, encrypted control frames.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from kvd_client.spec import KVSpec, PartLayout, TokenRange
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class WireMessage(msgspec.Struct, kw_only=True, tag_field="type", forbid_unknown_fields=True):
