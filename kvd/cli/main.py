@@ -127,6 +127,14 @@ def demo(context: typer.Context) -> None:
 
 
 @app.command()
+def errors() -> None:
+    """Show every error code: who sees it, how soon, what has been given back, whether to retry."""
+    from kvd_client.failures import table
+
+    typer.echo(table())
+
+
+@app.command()
 def version() -> None:
     """Show the version."""
     typer.echo(f"kvd {kvd.__version__}")

@@ -46,11 +46,16 @@ def test_no_changed_bit_passes(at, bit):
     stream[at] ^= 1 << bit
     parser.feed(stream)
     found = []
-    with pytest.raises(ProtocolError, match="changed it on the way"):
-        while True:
+    refused = None
+    while refused is None:
+        try:
             body = parser.next()
-            assert body is not None, "a changed length must not keep the receiver waiting"
-            found.append(body)
+        except ProtocolError as error:
+            refused = error.message
+            continue
+        assert body is not None, "the receiver waits for bytes that nobody sent"
+        found.append(body)
+    assert "changed it on the way" in refused
     assert found == [b"one", b"two" * 100][: len(found)]
 
 
