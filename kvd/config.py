@@ -51,6 +51,8 @@ class Api(_Section, frozen=True, kw_only=True):
     group: str = ""
     """The group whose members may connect; empty: only the daemon's own user and root."""
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
+    max_requests_s: Annotated[float, msgspec.Meta(ge=0)] = 20000.0
+    """Requests a second taken of one client; more wait in its socket. 0: no limit."""
 
 
 class Peers(_Section, frozen=True, kw_only=True):
@@ -67,8 +69,18 @@ class Peers(_Section, frozen=True, kw_only=True):
     """How often a silent session is probed."""
     timeout_s: Seconds = 5.0
     """A peer that has been silent for so long is lost."""
+    max_messages_s: Annotated[float, msgspec.Meta(ge=0)] = 20000.0
+    """Control messages a second taken of one peer; more wait in its connection. 0: no limit."""
     static: dict[str, str] = {}
     """Node id to ``host:port``."""
+
+
+class Security(_Section, frozen=True, kw_only=True):
+    level: Literal["plain", "authentic", "secret"] = "plain"
+    """How KV caches cross the network, the same on all nodes. ``plain``: as they are. ``authentic``: with codes that
+    only the two ends can compute. ``secret``: encrypted."""
+    checksums: bool = True
+    """With ``plain``, a checksum of every frame."""
 
 
 class Memory(_Section, frozen=True, kw_only=True):
@@ -159,6 +171,7 @@ class Config(_Section, frozen=True, kw_only=True):
     node: Node = Node()
     api: Api = Api()
     peers: Peers = Peers()
+    security: Security = Security()
     memory: Memory = Memory()
     transfer: Transfer = Transfer()
     selective: Selective = Selective()

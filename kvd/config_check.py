@@ -49,6 +49,7 @@ def check(config: Config, host: Host | None = None, *, fabrics: Collection[str] 
         *_node(config),
         *_api(config, host),
         *_peers(config),
+        *_security(config),
         *_memory(config, host),
         *_transfer(config),
         *_profile(config),
@@ -155,6 +156,21 @@ def _peers(config: Config) -> Iterator[Problem]:
             read_keys(peers.key_file)
         except ConfigError as error:
             yield _error("peers.key_file", error.message)
+
+
+def _security(config: Config) -> Iterator[Problem]:
+    level = config.security.level
+    if level == "plain":
+        if not config.security.checksums and config.fabric.name != "verbs":
+            yield _warning("security.checksums", "off: bytes that change on the way are not noticed")
+        return
+    if not config.peers.key_file:
+        yield _error("security.level", f'"{level}" needs a shared key; name its file in peers.key_file')
+    if config.fabric.name != "tcp":
+        yield _error(
+            "security.level",
+            f'"{level}" is what the tcp fabric can do; set fabric.name to "tcp", or the level to "plain"',
+        )
 
 
 def _memory(config: Config, host: Host) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ import kvd
 from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
 from kvd.config import Config, Npu, read_keys
-from kvd.errors import InvalidArgument, ShuttingDown
+from kvd.errors import ConfigError, InvalidArgument, ShuttingDown
 from kvd.fabric import choice, registry
 from kvd.fabric.base import Fabric
 from kvd.importance.learning import HalfLife
@@ -55,7 +55,8 @@ FAREWELL_S = 1.0
 
 
 def run(config: Config, *, notifier: notify.Notifier) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP (a terminal that closes); returns the exit code.
+    """Serve until SIGTERM or SIGINT, or until its terminal closes; returns the exit code. SIGHUP without a terminal
+    reads the shared keys again.
 
     Raises :class:`~kvd.errors.AddressInUse`, :class:`~kvd.errors.ConfigError` or another KvdError, with everything
     given back, if the daemon can't start.
@@ -74,8 +75,18 @@ async def _serve(config: Config, notifier: notify.Notifier) -> int:
         else:
             daemon.hurry.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    def on_hangup() -> None:
+        if on_terminal:
+            on_signal()
+            return
+        notifier.reloading()
+        daemon.reload_keys()
+        notifier.ready(daemon.summary())
+
+    on_terminal = os.isatty(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
         await daemon.start()
         notifier.ready(daemon.summary())
@@ -122,6 +133,8 @@ class Daemon:
             device=config.fabric.device,
             port=config.fabric.port,
             gid_index=config.fabric.gid_index,
+            level=config.security.level,
+            checksums=config.security.checksums,
             log=log,
         )
         self._loopback: Fabric = registry.create("loopback")
@@ -166,7 +179,12 @@ class Daemon:
             boot=self.boot,
             config=_peers_config(config),
             fabric=self._fabric,
-            fingerprint={"wire": WIRE_VERSION, "layout": LAYOUT_VERSION, "fabric": self._fabric.name},
+            fingerprint={
+                "wire": WIRE_VERSION,
+                "layout": LAYOUT_VERSION,
+                "fabric": self._fabric.name,
+                "checksums": "on" if config.security.checksums else "off",
+            },
             on_message=self._peer_message,
             on_fabric_message=self._engine.fabric_message,
             on_lost=self._engine.session_lost,
@@ -188,7 +206,7 @@ class Daemon:
             node=self.node,
             boot=self.boot,
             log=structlog.get_logger("kvd.api"),
-            limits=ApiLimits(clients=config.api.max_clients),
+            limits=ApiLimits(clients=config.api.max_clients, requests_s=config.api.max_requests_s),
             listen_fd=activated[0] if activated else None,
         )
 
@@ -241,6 +259,17 @@ class Daemon:
             kernels=kernels,
             pid=os.getpid(),
         )
+
+    def reload_keys(self) -> None:
+        """Read the shared keys again. Sessions go on with what they have; new ones use the new keys. A file that
+        can't be used changes nothing, and is logged."""
+        path = self.config.peers.key_file
+        try:
+            self._peers.accept_keys(read_keys(path) if path else [])
+        except ConfigError as error:
+            log.error("keys not reloaded; the earlier ones stay in use", reason=error.message)
+        else:
+            log.info("keys reloaded", file=path)
 
     async def drain(self) -> None:
         """Refuse new transfers; return when the running ones have ended, or when :attr:`hurry` is set."""
@@ -335,6 +364,7 @@ class Daemon:
         counters["bytes_received"] = self._engine.bytes_received
         learner = self._profiles.learner
         counters |= learner.counters if learner is not None else {}
+        counters["checksum_errors"] = self._fabric.checksum_errors
         return api.Status(
             node=self.node,
             boot=self.boot,
@@ -398,4 +428,6 @@ def _peers_config(config: Config) -> PeersConfig:
         handshake_timeout_s=peers.handshake_timeout_s,
         heartbeat_s=peers.heartbeat_s,
         timeout_s=peers.timeout_s,
+        level=config.security.level,
+        messages_s=peers.max_messages_s,
     )

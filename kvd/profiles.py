@@ -168,7 +168,10 @@ class Profiles:
         recording = self._recordings.get(key)
         if recording is None:
             if len(self._recordings) >= MAX_RECORDINGS:
-                raise Busy(f"selections of {MAX_RECORDINGS} models and lengths are being recorded; export and restart")
+                raise Busy(
+                    f"selections of {MAX_RECORDINGS} models and lengths are being recorded; export and restart",
+                    retry_after_s=3600.0,
+                )
             recording = _Recording(spec, SelectionCounts(spec.layers, blocks))
         recording.counts.merge(counted)
         recording.prompts += len(lengths)

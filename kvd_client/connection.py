@@ -496,6 +496,7 @@ class Connection:
                     f"the daemon at {self.path} has not taken an event for {self._timeout_s:g} s; see its log",
                     socket=self.path,
                     transfer=part.transfer,
+                    retry_after_s=self._timeout_s,
                 )
             if self.doorbell.ring(kind, layer, part.transfer, row, start, stop):
                 return

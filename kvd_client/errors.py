@@ -168,7 +168,7 @@ class UnsupportedLayout(KvdError):
 
 
 class OutOfMemory(KvdError):
-    """The pool has no room; ``fields`` has ``need`` and ``free`` in bytes."""
+    """The pool has no room; ``fields`` has ``need`` and ``free`` in bytes, and ``retry_after_s`` if waiting helps."""
 
     code = "OUT_OF_MEMORY"
 
@@ -180,7 +180,7 @@ class DeviceUnavailable(KvdError):
 
 
 class Busy(KvdError):
-    """A configured limit is reached; try again after ``fields['retry_after_s']`` if present."""
+    """A limit is reached, and nothing has been begun; try again after ``fields['retry_after_s']``."""
 
     code = "BUSY"
 
@@ -201,6 +201,12 @@ class RemoteAccessError(FabricError):
     """The far side refused a write or read: unknown key, or outside what was granted."""
 
     code = "REMOTE_ACCESS"
+
+
+class ChecksumMismatch(FabricError):
+    """Bytes arrived otherwise than they were sent; they have not been, and will not be, marked as in place."""
+
+    code = "CHECKSUM_MISMATCH"
 
 
 def _tree(cls: type[KvdError]) -> dict[str, type[KvdError]]:

@@ -338,7 +338,9 @@ class Lanes:
             fetch.wait(_SOON_S)  # reads what may have come already
         except DeadlineExceeded:
             raise Busy(
-                f"landing slot {slot} still awaits an earlier fetch; wait for it, or use another slot", slot=slot
+                f"landing slot {slot} still awaits an earlier fetch; wait for it, or use another slot",
+                slot=slot,
+                retry_after_s=_SOON_S,
             ) from None
         except KvdError:
             return  # it has been answered, if not well

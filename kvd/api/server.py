@@ -254,6 +254,7 @@ class ApiServer:
         return Busy(
             f"the daemon serves {self._limits.clients} processes already, its configured limit (api.clients)",
             clients=self._limits.clients,
+            retry_after_s=1.0,
         )
 
     def _gone(self, session: ClientSession) -> None:

@@ -20,6 +20,7 @@ from kvd.api.access import Peer
 from kvd.api.doorbell import Ring
 from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.errors import Busy, KvdError, ProtocolError, VersionMismatch
+from kvd.fabric.pacing import Pacer
 from kvd_client.protocol import (
     EVENT_IDLE,
     EVENT_LAYER_READY,
@@ -46,6 +47,10 @@ _MAX_HELLO = 4096
 """Largest first frame, so that who has not been welcomed can't make the daemon hold more."""
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # combined once: `|` on these costs 3 us
 
+HOLD_S = 0.01
+"""Least time for which a client over its rate is not read: event loops count milliseconds."""
+RETRY_S = 0.1
+"""When to come back to a limit that the process itself keeps."""
 EVENTS_A_PASS = 512
 """Events of one ring taken in one turn of the loop; others get theirs in between."""
 
@@ -87,6 +92,10 @@ class ClientSession:
         self._free_slots: deque[int] = deque()
         self._wake_flags = WAKE_LAYER_READY
         self._draining = False
+        rate = context.limits.requests_s
+        self._pacer = Pacer(rate, burst_s=1.0) if rate else None
+        self._held: asyncio.TimerHandle | None = None
+        """Runs while the client is over its rate and nothing is read from it."""
         self._hello_timer: asyncio.TimerHandle | None = context.loop.call_later(
             context.limits.hello_s, self.close, "no first message in time"
         )
@@ -108,6 +117,7 @@ class ClientSession:
             raise Busy(
                 f"this process has {RING_SLOTS} transfers open, the most that one connection can have; release some",
                 slots=RING_SLOTS,
+                retry_after_s=RETRY_S,
             )
         return self._free_slots.popleft()
 
@@ -167,7 +177,7 @@ class ClientSession:
 
     def _frames(self, data: bytes | bytearray) -> int:
         at, size = 0, len(data)
-        while size - at >= LENGTH.size and not self.closed:
+        while size - at >= LENGTH.size and not self.closed and self._held is None:
             (length,) = LENGTH.unpack_from(data, at)
             if length > self._max_frame:
                 message = f"a frame of {length} bytes; the limit is {self._max_frame}"
@@ -178,7 +188,28 @@ class ClientSession:
                 break
             self._frame(data[at + LENGTH.size : stop])
             at = stop
+            self._count(1.0)
         return size if self.closed else at
+
+    def _count(self, requests: float) -> None:
+        """Account for what was taken; over the rate, the client's bytes are left in its socket for a while."""
+        if self._pacer is None or self.closed:
+            return
+        now = self._context.loop.time()
+        self._pacer.sent(requests, now)
+        wait_s = self._pacer.wait(now)
+        if wait_s and self._held is None:
+            self._context.loop.remove_reader(self._fd)
+            self._held = self._context.loop.call_later(max(wait_s, HOLD_S), self._go_on)
+
+    def _go_on(self) -> None:
+        self._held = None
+        if self.closed:
+            return
+        del self._partial[: self._frames(self._partial)]
+        if self._held is None and not self.closed:
+            self._context.loop.add_reader(self._fd, self._readable)
+            self._arm()
 
     def _frame(self, body: bytes | bytearray) -> None:
         try:
@@ -225,7 +256,7 @@ class ClientSession:
             return
         except OSError as error:
             message = f"the daemon has no descriptors or memory for another client ({error.strerror}); try again later"
-            self.refuse(Busy(message, errno=error.errno), request.id)
+            self.refuse(Busy(message, errno=error.errno, retry_after_s=1.0), request.id)
             return
         self._ring = ring
         self._max_frame = MAX_FRAME
@@ -254,6 +285,7 @@ class ClientSession:
                 raise Busy(
                     f"this process has {len(self._tasks)} requests in progress, the most it may have; wait for some",
                     requests=len(self._tasks),
+                    retry_after_s=RETRY_S,
                 )
             answer = context.service.handle(self, request)
         except Exception as error:
@@ -366,7 +398,7 @@ class ClientSession:
 
     def sweep(self) -> None:
         """Take what is in the ring, a bounded number of events in this turn of the loop."""
-        if self._draining or self.closed or self._ring is None:
+        if self._draining or self.closed or self._ring is None or self._held is not None:
             return
         try:
             self._drain(EVENTS_A_PASS)
@@ -402,7 +434,7 @@ class ClientSession:
 
     def _arm(self) -> None:
         # Flags first, then the look at the head: an event between the two is seen by one side or the other.
-        if self._ring is None or self._draining:
+        if self._ring is None or self._draining or self._held is not None:
             return
         self._ring.set_wake(self._wake_flags)
         if self._ring.pending():
@@ -423,6 +455,8 @@ class ClientSession:
         log("client closed", reason=reason, client=self.id, name=self.name, pid=self.pid, uid=self.uid)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
+        if self._held is not None:
+            self._held.cancel()
         loop.remove_reader(self._fd)
         loop.remove_writer(self._fd)
         if self._ring is not None:

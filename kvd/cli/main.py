@@ -142,6 +142,14 @@ def _run(name: str, args: list[str]) -> None:
 
 
 @app.command()
+def errors() -> None:
+    """Show every error code: who sees it, how soon, what has been given back, whether to retry."""
+    from kvd_client.failures import table
+
+    typer.echo(table())
+
+
+@app.command()
 def version() -> None:
     """Show the version."""
     typer.echo(f"kvd {kvd.__version__}")

@@ -12,6 +12,8 @@ What every implementation promises (``kvd.fabric.conformance`` tests it):
 * Bounds. A write or read with an unknown or revoked token, without the right access, or reaching outside the grant,
   touches no byte at the far side and fails with :class:`~kvd.errors.RemoteAccessError`; the endpoint and all other
   operations live on.
+* Integrity. Where the fabric checks it, bytes that arrive otherwise than they were sent fail their operation with
+  :class:`~kvd.errors.ChecksumMismatch`: its ``then`` part does not become visible and its ``notify`` is not delivered.
 * Completion. An operation is done once its bytes are *placed* at the far side (not merely handed to the kernel), or
   once it has failed or been cancelled; from then on its local memory is not touched any more.
 * End. When the connection breaks, every unfinished operation fails with :class:`~kvd.errors.FabricError`, then
@@ -89,6 +91,8 @@ class EndpointCounters:
     messages_received: int = 0
     access_errors: int = 0
     """Operations of the peer that were refused."""
+    checksum_errors: int = 0
+    """Frames that arrived damaged."""
     bytes_in_flight: dict[Lane, int] = dataclasses.field(default_factory=lambda: {Lane.URGENT: 0, Lane.BULK: 0})
 
 
@@ -112,6 +116,14 @@ class Bringup(Protocol):
     def streams(self) -> Mapping[Lane, socket.socket]:
         """Connected, authenticated, non-blocking sockets, one for each lane in ``lanes_need_streams``.
         The endpoint owns them from the call of ``connect`` on."""
+
+    @property
+    def secret(self) -> bytes:
+        """32 bytes that only the two ends know, for this connection alone; empty without authentication."""
+
+    @property
+    def dialled(self) -> bool:
+        """Whether this end opened the connection: the one thing in which the two ends differ."""
 
     async def exchange(self, blob: bytes) -> bytes:
         """Send up to 4 KiB to the peer's fabric and return what it sent. Both sides call this equally often."""
@@ -173,6 +185,11 @@ class Fabric(abc.ABC):
     capabilities: Capabilities
     details: str = ""
     """What it runs on, for people: device, port, address."""
+
+    @property
+    def checksum_errors(self) -> int:
+        """Frames that arrived damaged, on all endpoints since the start."""
+        return 0
 
     @abc.abstractmethod
     def register(self, memory: memoryview) -> Region:

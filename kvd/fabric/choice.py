@@ -15,18 +15,30 @@ class Log(Protocol):
     def info(self, event: str, **fields: Any) -> Any: ...
 
 
-def choose(name: str, *, rate: float, device: str, port: int, gid_index: int, log: Log) -> Fabric:
-    """Make the fabric ``name``; ``device``, ``port`` and ``gid_index`` are for verbs.
+def choose(
+    name: str,
+    *,
+    rate: float,
+    device: str,
+    port: int,
+    gid_index: int,
+    level: str = "plain",
+    checksums: bool = True,
+    log: Log,
+) -> Fabric:
+    """Make the fabric ``name``; ``device``, ``port`` and ``gid_index`` are for verbs, ``level`` and ``checksums`` for
+    tcp.
 
     ``auto`` takes verbs, or tcp with one line in the log that says why. Any other name is taken at its word: ``verbs``
     raises :class:`~kvd.errors.FabricError` without a usable device (:class:`~kvd.errors.ConfigError` without pyverbs),
     and ``tcp`` opens no device.
     """
     verbs = {"device": device, "port": port, "gid_index": gid_index}
+    tcp = {"level": level, "checksums": checksums}
     if name == "auto":
         try:
             return registry.create("verbs", rate=rate, **verbs)
         except (ConfigError, FabricError) as error:
             log.info("fabric auto: tcp, since verbs can't be used", reason=error.message)
-            return registry.create("tcp", rate=rate)
-    return registry.create(name, rate=rate, **(verbs if name == "verbs" else {}))
+            return registry.create("tcp", rate=rate, **tcp)
+    return registry.create(name, rate=rate, **{"verbs": verbs, "tcp": tcp}.get(name, {}))

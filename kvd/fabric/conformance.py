@@ -54,9 +54,17 @@ class MemoryBringup:
     """A :class:`~kvd.fabric.base.Bringup` whose blobs cross a queue in memory."""
 
     def __init__(
-        self, streams: Mapping[Lane, socket.socket], inbox: asyncio.Queue[bytes], outbox: asyncio.Queue[bytes]
+        self,
+        streams: Mapping[Lane, socket.socket],
+        inbox: asyncio.Queue[bytes],
+        outbox: asyncio.Queue[bytes],
+        *,
+        secret: bytes = b"",
+        dialled: bool = False,
     ) -> None:
         self.streams = streams
+        self.secret = secret
+        self.dialled = dialled
         self._inbox = inbox
         self._outbox = outbox
 
@@ -71,9 +79,12 @@ def memory_bringups(lanes: tuple[Lane, ...]) -> tuple[MemoryBringup, MemoryBring
     streams = {lane: tcp_pair() for lane in lanes}
     there: asyncio.Queue[bytes] = asyncio.Queue()
     back: asyncio.Queue[bytes] = asyncio.Queue()
+    secret = os.urandom(32)
+    near = {lane: pair[0] for lane, pair in streams.items()}
+    far = {lane: pair[1] for lane, pair in streams.items()}
     return (
-        MemoryBringup({lane: pair[0] for lane, pair in streams.items()}, back, there),
-        MemoryBringup({lane: pair[1] for lane, pair in streams.items()}, there, back),
+        MemoryBringup(near, back, there, secret=secret, dialled=True),
+        MemoryBringup(far, there, back, secret=secret, dialled=False),
     )
 
 

@@ -1,7 +1,11 @@
 """The tcp fabric's frames: what crosses a lane's byte stream. Pure; the same on both lanes.
 
 A frame is a header of 64 bytes, little-endian, then ``runs`` descriptors of 16 bytes (remote offset, length), then
-``payload`` bytes (``READ`` excepted: there ``payload`` says how many bytes are asked for)::
+``payload`` bytes (``READ`` excepted: there ``payload`` says how many bytes are asked for). Where the two sides agreed
+on checks (:mod:`kvd.fabric.seals`), one of the payload and one of the header follow the header, and one of the
+descriptors follows them if there are any; each has 8 or 16 bytes::
+
+    header | payload's check | check of both | descriptors | their check | payload
 
     kind u8 | urge u8 | zero u16 | runs u32 | op u64 | payload u64 | low i64 | high u64 | token 16 bytes | number u64
 
@@ -26,7 +30,7 @@ REFUSED     0, 0                                   the write was refused; ``numb
 Limits hold the memory that a peer can make this side spend: see the constants. Frames outside of them, and any
 other malformed bytes, raise :class:`ProtocolError`, which ends the endpoint.
 
-Version history: 1, first version.
+Version history: 1, first version; 2, checks.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ import numpy.typing as npt
 from kvd.errors import FabricError, ProtocolError
 from kvd.fabric.regions import Refusal
 
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<BBHIQQqQ16sQ")
 HEADER_BYTES = HEADER.size
 RUN = struct.Struct("<qq")
@@ -57,6 +61,9 @@ MAX_UNACKED = 1024
 """Most frames that a side sends ahead of their ACK."""
 MAX_READS = 128
 """Most READs that a side sends ahead of their ANSWER."""
+
+MAX_CHECK_BYTES = 16
+"""Most bytes of one check."""
 
 NO_TOKEN = bytes(16)
 
@@ -181,17 +188,33 @@ _HELLO = struct.Struct("<4sHHIII")
 _MAGIC = b"KVDF"
 
 
-def pack_hello() -> bytes:
+class Protection(enum.IntEnum):
+    """What keeps the frames of a connection from harm; both sides use the same."""
+
+    NONE = 0
+    CHECKSUM = 1
+    AUTHENTIC = 2
+    SECRET = 3
+
+
+def pack_hello(protection: Protection = Protection.CHECKSUM) -> bytes:
     """What the two sides exchange before the first frame: the version and the limits that both must have."""
-    return _HELLO.pack(_MAGIC, VERSION, 0, MAX_RUNS, MAX_PAYLOAD, MAX_MESSAGE)
+    return _HELLO.pack(_MAGIC, VERSION, protection, MAX_RUNS, MAX_PAYLOAD, MAX_MESSAGE)
 
 
-def check_hello(theirs: bytes) -> None:
+def check_hello(theirs: bytes, protection: Protection = Protection.CHECKSUM) -> None:
     """Raise :class:`FabricError` unless the peer's fabric speaks as this one does."""
-    if theirs == pack_hello():
+    if theirs == pack_hello(protection):
         return
     if len(theirs) == _HELLO.size and theirs.startswith(_MAGIC):
-        version = _HELLO.unpack(theirs)[1]
+        _, version, other, *_ = _HELLO.unpack(theirs)
+        if version == VERSION and other != protection:
+            named = Protection(other).name if other in list(Protection) else str(other)
+            raise FabricError(
+                f"the peer's tcp fabric protects its frames by {named}, this one by {protection.name}; set the same "
+                "security.level and security.checksums on both nodes",
+                protections=[protection.name, named],
+            )
         raise FabricError(
             f"the peer's tcp fabric has version {version}, this one {VERSION} (or other limits); run the same kvd "
             "version on both nodes",

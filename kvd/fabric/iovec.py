@@ -152,6 +152,19 @@ class Vector:
             left -= n
         return taken
 
+    def gather(self, address: int, nbytes: int) -> int:
+        """Copy up to ``nbytes`` of what is left to ``address``, and count it as sent; the number taken."""
+        taken = min(nbytes, self.remaining)
+        left = taken
+        while left:
+            source, length = _ROW.unpack_from(self._raw, self._index * _ROW.size)
+            n = min(left, length)
+            ctypes.memmove(address, source, n)
+            self._advance(n)
+            address += n
+            left -= n
+        return taken
+
     def redirect(self, first: int, stop: int, address: int) -> None:
         """Let what is left of pieces ``first`` to ``stop`` be memory at ``address``, which must be as long."""
         self._table[max(first, self._index) : stop, 0] = address

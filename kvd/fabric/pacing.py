@@ -31,6 +31,6 @@ class Pacer:
         """Seconds from ``now`` until a piece may go out; 0 if one may go at once."""
         return max(0.0, self._paid_until - now)
 
-    def sent(self, nbytes: int, now: float) -> None:
+    def sent(self, nbytes: float, now: float) -> None:
         """Account for ``nbytes`` that go out at ``now``."""
         self._paid_until = max(self._paid_until, now - self.burst_s) + nbytes / self.rate

@@ -7,7 +7,7 @@ import secrets
 
 import numpy as np
 
-from kvd.errors import InvalidArgument, RemoteAccessError
+from kvd.errors import ChecksumMismatch, FabricError, InvalidArgument, RemoteAccessError
 from kvd.fabric.base import Grant, Region
 
 TOKEN_BYTES = 16
@@ -21,6 +21,7 @@ class Refusal(enum.IntEnum):
     NOT_READABLE = 3
     OUT_OF_RANGE = 4
     REVOKED = 5
+    DAMAGED = 6
 
     @property
     def sentence(self) -> str:
@@ -33,15 +34,29 @@ _SENTENCES = {
     Refusal.NOT_READABLE: "the grant is not readable",
     Refusal.OUT_OF_RANGE: "it reaches outside the grant",
     Refusal.REVOKED: "the grant was revoked on the way",
+    Refusal.DAMAGED: "its bytes arrived otherwise than they were sent",
 }
 
 
-def access_error(what: str, refusal: Refusal, low: int, high: int) -> RemoteAccessError:
+def access_error(what: str, refusal: Refusal, low: int, high: int) -> FabricError:
     """The error of an operation (``what``: "write" or "read") on remote bytes ``low`` to ``high``."""
+    if refusal is Refusal.DAMAGED:
+        return damaged(what, low, high)
     return RemoteAccessError(
         f"the peer refused a {what} of the bytes from {low} to {high} of its grant: {refusal.sentence}; open the "
         "transfer again to get a valid grant",
         reason=refusal.name.lower(),
+        low=low,
+        high=high,
+    )
+
+
+def damaged(what: str, low: int, high: int) -> ChecksumMismatch:
+    """The error of an operation whose bytes did not pass their check at the side that received them."""
+    return ChecksumMismatch(
+        f"a {what} of the bytes from {low} to {high} of a grant arrived damaged, and none of them counts as in place; "
+        "open the transfer again, and if it happens again look for a faulty link, adapter or memory between the nodes",
+        reason="damaged",
         low=low,
         high=high,
     )

@@ -11,23 +11,28 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from kvd.errors import FabricError, InvalidArgument, KvdError
+from kvd.errors import ChecksumMismatch, FabricError, InvalidArgument, KvdError
 from kvd.fabric.base import Bringup, Capabilities, Endpoint, EndpointCounters, Fabric, Grant, Operation, Region
-from kvd.fabric.frames import MAX_MESSAGE, MAX_PAYLOAD, NO_TOKEN, Kind, check_hello, pack_hello
+from kvd.fabric.frames import MAX_MESSAGE, MAX_PAYLOAD, NO_TOKEN, Kind, Protection, check_hello, pack_hello
 from kvd.fabric.iovec import MOST_PIECES
 from kvd.fabric.operations import check_message, closed_error
 from kvd.fabric.pacing import Pacer
+from kvd.fabric.records import RecordReader, RecordWriter
 from kvd.fabric.regions import TOKEN_BYTES, Refusal, RegionTable, access_error
 from kvd.fabric.runs import Runs, checked_runs
+from kvd.fabric.seals import Checksum, Gmac, NoSeal, Seal
 from kvd.fabric.tcp_receive import LaneIn
 from kvd.fabric.tcp_send import LaneOut, TcpOperation
 from kvd.types import Descriptors, Lane
+from kvd.wire.keys import direction_key
 
 MIN_PIECE_BYTES = 16 << 10
 """Least that a rate-limited link sends at once; smaller pieces cost more than the smoothness is worth."""
 PIECE_S = 0.002
 """How long the link takes for a piece that a rate-limited link sends at once."""
 MAX_OFFSET = 2**63 - 1
+SECRET_BYTES = 32
+"""Least length of what keys are derived from."""
 TIMER_S = 0.001
 """Event loops count milliseconds."""
 BURST_BYTES = 2 << 20
@@ -42,6 +47,10 @@ class TcpFabric(Fabric):
     gains nothing, and much more costs throughput, since it falls out of the CPU's cache on the way. ``frame_bytes``
     is the size at which large writes are cut: the least that is finished once it is begun. ``unsent_bytes`` bounds
     what waits in the bulk connection's socket (``TCP_NOTSENT_LOWAT``); a rate bounds it further.
+
+    ``level`` and ``checksums`` say what protects the bytes on their way, and must be the same on both sides. ``plain``:
+    a checksum of every frame, or nothing with ``checksums=False``. ``authentic``: AES-GMAC of every frame, so that
+    nobody on the path can change, repeat or drop one unnoticed. ``secret``: everything encrypted by AES-GCM.
     """
 
     name = "tcp"
@@ -59,7 +68,19 @@ class TcpFabric(Fabric):
         inflight_bytes: int = 4 << 20,
         frame_bytes: int = 2 << 20,
         unsent_bytes: int = 512 << 10,
+        level: str = "plain",
+        checksums: bool = True,
     ) -> None:
+        protections = {
+            "plain": Protection.CHECKSUM if checksums else Protection.NONE,
+            "authentic": Protection.AUTHENTIC,
+            "secret": Protection.SECRET,
+        }
+        if level not in protections:
+            raise InvalidArgument(
+                f"level of the tcp fabric is {level!r}; choose one of {', '.join(protections)}", option="level"
+            )
+        self.protection = protections[level]
         _check("rate", rate, 0, 1e15)
         _check("inflight_bytes", inflight_bytes, 1, 1 << 40)
         _check("frame_bytes", frame_bytes, 1, MAX_PAYLOAD)
@@ -70,6 +91,12 @@ class TcpFabric(Fabric):
         self.unsent_bytes = unsent_bytes
         self.table = RegionTable()
         self.endpoints: set[TcpEndpoint] = set()
+        self.past_checksum_errors = 0
+        """Those of endpoints that have ended."""
+
+    @property
+    def checksum_errors(self) -> int:
+        return self.past_checksum_errors + sum(endpoint.counters.checksum_errors for endpoint in self.endpoints)
 
     def register(self, memory: memoryview) -> Region:
         return self.table.register(memory)
@@ -94,8 +121,13 @@ class TcpFabric(Fabric):
             missing = [lane.name.lower() for lane in self.capabilities.lanes_need_streams if lane not in streams]
             if missing:
                 raise FabricError(f"the tcp fabric got no connection for the lane {' and '.join(missing)}")
-            check_hello(await bringup.exchange(pack_hello()))
-            return TcpEndpoint(self, streams)
+            if self.protection >= Protection.AUTHENTIC and len(bringup.secret) < SECRET_BYTES:
+                raise FabricError(
+                    "frames can be authenticated or encrypted only where the two nodes share a key; set peers.key_file "
+                    "on both, or security.level to plain"
+                )
+            check_hello(await bringup.exchange(pack_hello(self.protection)), self.protection)
+            return TcpEndpoint(self, streams, bringup.secret, bringup.dialled)
         except OSError as error:
             _close(streams)
             raise FabricError(f"the peer's connections can't be used: {error}; connect again") from error
@@ -125,7 +157,9 @@ class _LaneIo:
 class TcpEndpoint(Endpoint):
     """One end of a pair of connections. It begins to receive when ``on_message`` is set."""
 
-    def __init__(self, fabric: TcpFabric, streams: dict[Lane, socket.socket]) -> None:
+    def __init__(
+        self, fabric: TcpFabric, streams: dict[Lane, socket.socket], secret: bytes = b"", dialled: bool = False
+    ) -> None:
         self.counters = EndpointCounters()
         self.on_lost: Callable[[KvdError], None] = lambda error: None
         self.peer = _peer_name(streams[Lane.BULK])
@@ -142,11 +176,16 @@ class TcpEndpoint(Endpoint):
         for lane, sock in streams.items():
             # With a rate, what takes the link four pieces' time.
             _configure(sock, min(fabric.unsent_bytes, 4 * piece) if lane is Lane.BULK else 0)
-        self._lanes = {lane: self._make_lane(lane, streams[lane]) for lane in Lane}
+        self._lanes = {lane: self._make_lane(lane, streams[lane], secret, dialled) for lane in Lane}
         fabric.endpoints.add(self)
 
-    def _make_lane(self, lane: Lane, sock: socket.socket) -> _LaneIo:
+    def _make_lane(self, lane: Lane, sock: socket.socket, secret: bytes, dialled: bool) -> _LaneIo:
         fd = sock.fileno()
+        protection = self._fabric.protection
+        # Derived even where no key is needed, and then not used: less to get wrong.
+        ours = direction_key(secret, b"frames", lane, dialled)
+        theirs = direction_key(secret, b"frames", lane, not dialled)
+        encrypted = protection is Protection.SECRET
         sender = LaneOut(
             lane,
             fd,
@@ -156,8 +195,19 @@ class TcpEndpoint(Endpoint):
             self._schedule,
             frame_bytes=self._fabric.frame_bytes,
             inflight_bytes=self._fabric.inflight_bytes,
+            seal=_make_seal(protection, ours),
+            records=RecordWriter(ours) if encrypted else None,
         )
-        receiver = LaneIn(lane, sock, self._fabric.table, self.counters, sender, self._deliver)
+        receiver = LaneIn(
+            lane,
+            sock,
+            self._fabric.table,
+            self.counters,
+            sender,
+            self._deliver,
+            seal=_make_seal(protection, theirs),
+            records=RecordReader(theirs) if encrypted else None,
+        )
         return _LaneIo(sock, receiver, sender)
 
     @property
@@ -331,6 +381,8 @@ class TcpEndpoint(Endpoint):
 
     def _lose(self, io: _LaneIo, error: Exception) -> None:
         lane = io.receiver.lane.name.lower()
+        if isinstance(error, ChecksumMismatch):
+            self.counters.checksum_errors += 1
         if isinstance(error, KvdError):
             reason = error.message
         else:
@@ -344,6 +396,7 @@ class TcpEndpoint(Endpoint):
             return
         self._ended = error.fields["reason"]
         self._fabric.endpoints.discard(self)
+        self._fabric.past_checksum_errors += self.counters.checksum_errors
         if self._timer is not None:
             self._timer.cancel()
         for io in self._lanes.values():
@@ -360,6 +413,13 @@ class TcpEndpoint(Endpoint):
 
     def _tell_lost(self, error: KvdError) -> None:
         self.on_lost(error)
+
+
+def _make_seal(protection: Protection, key: bytes) -> Seal:
+    if protection is Protection.AUTHENTIC:
+        return Gmac(key)
+    # Records carry tags of their own.
+    return Checksum() if protection is Protection.CHECKSUM else NoSeal()
 
 
 def _configure(sock: socket.socket, unsent_bytes: int) -> None:

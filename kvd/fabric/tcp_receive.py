@@ -3,20 +3,27 @@
 Headers, descriptors and small payloads go through a staging buffer; the rest of a payload is received where it
 belongs, in the same system call as the beginning of what follows it. Nothing is placed before the token and
 all descriptors of its frame have been checked; what is refused goes to scratch memory.
+
+A payload that does not pass its check is refused too: what has been placed of it stays unmarked, since the operation's
+THEN and NOTIFY do not follow. A header or descriptors that don't pass end the connection, for nothing says any more
+where the next frame begins.
 """
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from collections.abc import Callable
+from hmac import compare_digest
 
 import numpy as np
 from kvd_kernels import copy_runs
 
-from kvd.errors import FabricError, ProtocolError
+from kvd.errors import ChecksumMismatch, FabricError, ProtocolError
 from kvd.fabric.base import EndpointCounters, Grant
 from kvd.fabric.frames import (
     HEADER_BYTES,
+    MAX_CHECK_BYTES,
     MAX_MESSAGE,
     MAX_READS,
     MAX_RUNS,
@@ -30,11 +37,13 @@ from kvd.fabric.frames import (
     unpack_runs,
 )
 from kvd.fabric.iovec import Vector
+from kvd.fabric.records import RecordReader
 from kvd.fabric.regions import Refusal, RegionTable, address_of
+from kvd.fabric.seals import Offsets, Seal, pieces
 from kvd.fabric.tcp_send import Answer, LaneOut, ReadPart, TcpOperation
 from kvd.types import Descriptors, Lane
 
-STAGING_BYTES = 2 * (HEADER_BYTES + MAX_RUNS * RUN_BYTES)
+STAGING_BYTES = 2 * (HEADER_BYTES + MAX_RUNS * RUN_BYTES + 3 * MAX_CHECK_BYTES)
 """Room for the longest header with descriptors, and more."""
 LOOKAHEAD_BYTES = 4096
 """How much is received of what follows a payload: enough for a header, little to copy if it is payload again."""
@@ -60,6 +69,9 @@ class LaneIn:
         counters: EndpointCounters,
         out: LaneOut,
         deliver: Callable[[Lane, bytes], None],
+        *,
+        seal: Seal,
+        records: RecordReader | None = None,
     ) -> None:
         self.lane = lane
         self._sock = sock
@@ -68,6 +80,12 @@ class LaneIn:
         self._counters = counters
         self._out = out
         self._deliver = deliver
+        self._seal = seal
+        self._check_bytes = seal.check_bytes
+        self._head_bytes = HEADER_BYTES + 2 * seal.check_bytes
+        self._headers = 0
+        """Frames begun, of every kind."""
+        self._records = records
         self._ended = False
         self._low_water = 1
         self._staging = bytearray(STAGING_BYTES)
@@ -75,6 +93,7 @@ class LaneIn:
         self._start = self._end = 0
         self._bounce = bytearray(MAX_MESSAGE)
         self._bounce_address = address_of(self._bounce)
+        self._bounce_view = memoryview(self._bounce)
         self._vector = Vector()
         self._header: Header | None = None
         """Of the frame whose payload is being received, or whose descriptors are."""
@@ -82,6 +101,9 @@ class LaneIn:
         self._acknowledged = 0
         self._urged = False
         """The peer waits for an ACK."""
+        self._body: tuple[memoryview, Offsets, Offsets] | None = None
+        """Memory, offsets and lengths of the payload that is being received, and of which the check matters."""
+        self._body_check = b""
         self._grant: Grant | None = None
         """Where the current frame's payload goes; None for a refused one. Keeps the memory alive."""
         self._then: Descriptors | None = None
@@ -93,6 +115,9 @@ class LaneIn:
 
     def receive(self) -> None:
         """Take what has arrived, within bounds. Raises OSError, FabricError at the stream's end, ProtocolError."""
+        if self._records is not None:
+            self._receive_records(self._records)
+            return
         budget = BURST_BYTES
         while budget > 0 and not self._ended:
             if self._vector.remaining:
@@ -112,13 +137,42 @@ class LaneIn:
             self._parse()
             if n < asked:
                 break  # the socket is drained, most likely
-        self._set_low_water()
+        self._set_low_water(self._vector.remaining)
+
+    def _receive_records(self, records: RecordReader) -> None:
+        budget = BURST_BYTES
+        while budget > 0 and not self._ended:
+            n, more = records.receive(self._fd)
+            if n < 0:
+                break
+            if n == 0:
+                raise FabricError("the peer closed the connection")
+            budget -= n
+            while not self._ended and (nbytes := records.open()):
+                self._take(records.address, nbytes)
+            if not more:
+                break
+        self._set_low_water(records.missing)
+
+    def _take(self, address: int, nbytes: int) -> None:
+        """Bytes of the stream that lie in memory."""
+        while nbytes and not self._ended:
+            if self._vector.remaining and self._start == self._end:
+                n = self._vector.fill_from(address, nbytes)
+            else:
+                self._compact()
+                n = min(nbytes, STAGING_BYTES - self._end)
+                ctypes.memmove(self._staging_address + self._end, address, n)
+                self._end += n
+            address += n
+            nbytes -= n
+            self._parse()
 
     def revoke(self, grant: Grant) -> None:
         """Let no more bytes land in ``grant``."""
         if self._grant is not grant or self._header is None:
             return
-        self._grant = None
+        self._grant = self._body = None
         if self._header.kind is Kind.WRITE:
             self._drain(self._vector.remaining)
         self._refuse(self._header.op, Refusal.REVOKED)
@@ -127,12 +181,12 @@ class LaneIn:
         """Receive nothing any more and let go of all memory."""
         self._ended = True
         self._vector.clear()
-        self._grant = None
+        self._grant = self._body = None
         self._part = None
 
-    def _set_low_water(self) -> None:
-        """Be woken when a good part of the payload is there, not for each segment: a turn of the loop costs more."""
-        left = self._vector.remaining
+    def _set_low_water(self, left: int) -> None:
+        """Be woken when a good part of the ``left`` bytes that are waited for is there, not for each segment: a turn of
+        the loop costs more."""
         mark = min(left, LOW_WATER_BYTES) if left >= LEAST_LOW_WATER_BYTES else 1
         if mark != self._low_water and not self._ended:
             self._low_water = mark
@@ -154,13 +208,20 @@ class LaneIn:
                 if self._vector.remaining:
                     break
             elif self._header is None:
-                if self._end - self._start < HEADER_BYTES:
+                if self._end - self._start < self._head_bytes:
                     break
+                if self._check_bytes:
+                    self._check_head()
                 header = unpack_header(self._staging, self._start)
-                need = HEADER_BYTES + header.runs * RUN_BYTES
+                runs_bytes = header.runs * RUN_BYTES
+                need = self._head_bytes + (runs_bytes + self._check_bytes if runs_bytes else 0)
                 if self._end - self._start < need:
                     break
-                self._begin(header, self._start + HEADER_BYTES)
+                runs_at = self._start + self._head_bytes
+                self._headers += 1
+                if self._check_bytes and runs_bytes:
+                    self._check_runs(runs_at, runs_bytes)
+                self._begin(header, runs_at)
                 self._header = header
                 self._start += need
                 continue
@@ -176,6 +237,36 @@ class LaneIn:
             self._acknowledged = self._frames
             self._out.acknowledge(self._frames)
 
+    def _check_head(self) -> None:
+        """Raises :class:`ChecksumMismatch` if the header at the staging's start is not as it was sent."""
+        at, middle = self._start, self._start + HEADER_BYTES + self._check_bytes
+        expected = self._staging[middle : middle + self._check_bytes]
+        if not compare_digest(self._seal.head(self._headers + 1, bytes(self._staging[at:middle])), expected):
+            raise self._out_of_step("header")
+        self._body_check = bytes(self._staging[at + HEADER_BYTES : middle])
+
+    def _check_runs(self, at: int, nbytes: int) -> None:
+        expected = self._staging[at + nbytes : at + nbytes + self._check_bytes]
+        if not compare_digest(self._seal.runs(self._headers, bytes(self._staging[at : at + nbytes])), expected):
+            raise self._out_of_step("descriptors")
+
+    def _out_of_step(self, what: str) -> ChecksumMismatch:
+        return ChecksumMismatch(
+            f"the {what} of frame {self._headers} of the lane arrived damaged; the connection is closed, since nothing "
+            "says where the next frame begins",
+            reason="damaged",
+        )
+
+    def _damaged(self) -> bool:
+        """Whether the payload that is in does not pass its check."""
+        body, self._body = self._body, None
+        if body is None or not self._check_bytes:
+            return False
+        if compare_digest(self._seal.body(self._headers, pieces(*body)), self._body_check):
+            return False
+        self._counters.checksum_errors += 1
+        return True
+
     def _begin(self, header: Header, runs_at: int) -> None:
         """Decide where the frame's payload goes."""
         self._vector.clear()
@@ -187,7 +278,7 @@ class LaneIn:
         if kind is Kind.WRITE or kind is Kind.THEN:
             self._begin_write(header, runs_at)
         elif kind is Kind.MESSAGE or kind is Kind.NOTIFY:
-            self._to(self._bounce_address, header.payload)
+            self._to_bounce(header.payload)
         elif kind is Kind.READ:
             self._begin_read(header, runs_at)
         elif kind is Kind.DATA:
@@ -202,13 +293,15 @@ class LaneIn:
         self._op = header.op
         if header.kind is Kind.WRITE:
             if header.runs:
-                self._vector.add_runs(self._table.address(grant.region) + grant.offset, runs[:, 0], runs[:, 1])
+                offsets = runs[:, 0] + grant.offset
+                self._vector.add_runs(self._table.address(grant.region), offsets, runs[:, 1])
+                self._body = (grant.region.memory, offsets, runs[:, 1])
         else:
             self._then = np.empty((header.runs, 3), np.int64)
             self._then[:, 0] = np.cumsum(runs[:, 1]) - runs[:, 1]
             self._then[:, 1] = runs[:, 0] + grant.offset
             self._then[:, 2] = runs[:, 1]
-            self._to(self._bounce_address, header.payload)
+            self._to_bounce(header.payload)
         self._grant = grant
 
     def _granted(self, header: Header, runs: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Grant | None:
@@ -221,10 +314,13 @@ class LaneIn:
             access = Refusal.OUT_OF_RANGE
         elif access is Refusal.UNKNOWN_TOKEN and header.op == self._op:
             access = Refusal.REVOKED
-        if self._out.refusals >= MAX_UNACKED:
-            raise ProtocolError(f"the peer let more than {MAX_UNACKED} refusals pile up; the connection is closed")
+        self._bound_refusals()
         self._refuse(header.op, access)
         return None
+
+    def _bound_refusals(self) -> None:
+        if self._out.refusals >= MAX_UNACKED:
+            raise ProtocolError(f"the peer let more than {MAX_UNACKED} refusals pile up; the connection is closed")
 
     def _begin_read(self, header: Header, runs_at: int) -> None:
         if len(self._out.answers) >= MAX_READS:
@@ -255,7 +351,9 @@ class LaneIn:
         if part.op.settled:
             self._drain(header.payload)
         else:
+            assert part.op.region is not None
             self._vector.add_runs(part.op.base, part.rows[:, 0], part.rows[:, 2])
+            self._body = (part.op.region.memory, part.rows[:, 0], part.rows[:, 2])
 
     def _finish(self, header: Header) -> None:
         """The frame's payload is in: act on it."""
@@ -271,10 +369,16 @@ class LaneIn:
         elif kind is Kind.DATA:
             assert self._part is not None
             self._part.filled = True
+            self._part.damaged = not self._part.op.settled and self._damaged()
             if not self._part.op.settled:
                 self._counters.bytes_received += header.payload
             self._part = None
         elif kind is not Kind.READ:
+            if self._damaged() and header.op != self._refused_op:
+                self._grant = None
+                self._bound_refusals()
+                self._refused_op = header.op
+                out.refuse(header.op, Refusal.DAMAGED)
             grant, self._grant = self._grant, None
             if grant is not None:
                 if self._then is not None:
@@ -284,7 +388,7 @@ class LaneIn:
             self._then = None
             self._frames += 1
             self._urged |= header.urge
-            if kind is Kind.MESSAGE or (kind is Kind.NOTIFY and header.op != self._refused_op):
+            if kind in (Kind.MESSAGE, Kind.NOTIFY) and header.op != self._refused_op:
                 self._counters.messages_received += 1
                 self._deliver(self.lane, bytes(self._bounce[: header.payload]))
 
@@ -297,12 +401,14 @@ class LaneIn:
         if self._part is not None and self._part.op is op:
             self._drain(self._vector.remaining)
 
-    def _to(self, address: int, nbytes: int) -> None:
+    def _to_bounce(self, nbytes: int) -> None:
         self._vector.clear()
         if nbytes:
-            self._vector.add(address, nbytes)
+            self._vector.add(self._bounce_address, nbytes)
+            self._body = (self._bounce_view, np.zeros(1, np.int64), np.array([nbytes]))
 
     def _drain(self, nbytes: int) -> None:
+        self._body = None
         self._vector.clear()
         while nbytes > 0:
             self._vector.add(_SCRATCH_ADDRESS, min(nbytes, len(_scratch)))

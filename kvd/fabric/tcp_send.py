@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvd.errors import KvdError, ProtocolError
 from kvd.fabric.base import EndpointCounters, Grant, Region
 from kvd.fabric.frames import (
     HEADER_BYTES,
+    MAX_CHECK_BYTES,
     MAX_MESSAGE,
     MAX_PAYLOAD,
     MAX_READS,
@@ -33,11 +34,13 @@ from kvd.fabric.frames import (
 )
 from kvd.fabric.iovec import Vector
 from kvd.fabric.operations import PendingOperation, aborted
+from kvd.fabric.records import RecordWriter
 from kvd.fabric.regions import Refusal, RegionTable, access_error, address_of
 from kvd.fabric.runs import Runs
+from kvd.fabric.seals import Buffer, Seal, pieces
 from kvd.types import Descriptors, Lane
 
-ARENA_BYTES = 2 * (MAX_MESSAGE + HEADER_BYTES + MAX_RUNS * RUN_BYTES)
+ARENA_BYTES = 2 * (MAX_MESSAGE + HEADER_BYTES + MAX_RUNS * RUN_BYTES + 3 * MAX_CHECK_BYTES)
 """Room for the headers, descriptors and messages of a batch."""
 MAX_BATCH_FRAMES = 64
 
@@ -92,13 +95,14 @@ class TcpOperation(PendingOperation):
 class ReadPart:
     """What one READ asked for: descriptors with the local offsets where its DATA goes."""
 
-    __slots__ = ("filled", "nbytes", "op", "rows")
+    __slots__ = ("damaged", "filled", "nbytes", "op", "rows")
 
     def __init__(self, op: TcpOperation, rows: Descriptors, nbytes: int) -> None:
         self.op = op
         self.rows = rows
         self.nbytes = nbytes
         self.filled = False
+        self.damaged = False
 
 
 class Answer(NamedTuple):
@@ -131,9 +135,17 @@ class LaneOut:
         *,
         frame_bytes: int,
         inflight_bytes: int,
+        seal: Seal,
+        records: RecordWriter | None = None,
     ) -> None:
         self.lane = lane
         self.fd = fd
+        self._seal = seal
+        self._check_bytes = seal.check_bytes
+        self._head_bytes = HEADER_BYTES + 2 * seal.check_bytes
+        self._frames = 0
+        """Frames begun, of every kind."""
+        self._records = records
         self.loop = loop
         self.reads: deque[ReadPart] = deque()
         """READs that have been sent, oldest first."""
@@ -167,8 +179,9 @@ class LaneOut:
         self._arena_used = self._arena_added = 0
         self._batch_ops: list[TcpOperation] = []
         self._batch_frames = 0
-        self._answering: tuple[Grant, int, int, int, int] | None = None
-        """Of the answer in the batch: grant, first and last piece, its ANSWER's place in the arena, its operation."""
+        self._answering: tuple[Grant, int, int, int, int, int] | None = None
+        """Of the answer in the batch: grant, first and last piece, its ANSWER's place in the arena, its operation, its
+        ANSWER's number among the frames."""
 
     # --- what the owner and the receiving half ask for ----------------------------------------------------------------
 
@@ -215,10 +228,11 @@ class LaneOut:
         """Let no more bytes of ``grant`` leave: what is left of an answer becomes zeros, and the answer negative."""
         if self._answering is None or self._answering[0] is not grant:
             return
-        _, first, stop, at, op = self._answering
-        if self._vector.remaining > HEADER_BYTES:  # the ANSWER is the last of the batch
+        _, first, stop, at, op, frame = self._answering
+        if self._vector.remaining > self._head_bytes:  # the ANSWER is the last of the batch
             self._vector.redirect(first, stop, _ZEROS_ADDRESS)
-            pack_header(self._arena, at, Header(Kind.ANSWER, op=op, number=Refusal.REVOKED))
+            # The check that is replaced has not been sent, so the frame's nonce is used once all the same.
+            self._pack_header(at, frame, Header(Kind.ANSWER, op=op, number=Refusal.REVOKED), ())
         self._answering = None
 
     def acknowledged(self, number: int) -> None:
@@ -254,6 +268,8 @@ class LaneOut:
         self._counters.bytes_in_flight[self.lane] = self._in_flight
         op = part.op
         op.parts -= 1
+        if refusal is None and part.damaged:
+            refusal = Refusal.DAMAGED
         if refusal is not None:
             self.stop(op, access_error(op.what, refusal, op.low, op.high))
         elif not op.parts and not op.stages:
@@ -276,7 +292,7 @@ class LaneOut:
     @property
     def sending(self) -> bool:
         """Whether a batch has been begun and not handed over wholly."""
-        return self._vector.remaining > 0
+        return self._vector.remaining > 0 or (self._records is not None and self._records.pending)
 
     @property
     def has_control(self) -> bool:
@@ -317,8 +333,8 @@ class LaneOut:
 
     def send(self) -> int:
         """Hand over what the kernel takes of the batch; the number of bytes, -1 for none. Raises OSError."""
-        n = self._vector.send(self.fd)
-        if not self._vector.remaining:
+        n = self._vector.send(self.fd) if self._records is None else self._records.send(self.fd, self._vector)
+        if not self.sending:
             self._vector.clear()
             self._answering = None
             for op in self._batch_ops:
@@ -338,31 +354,33 @@ class LaneOut:
         return None if full else op
 
     def _add_control(self) -> None:
-        while self._refusals and self._arena_room(HEADER_BYTES):
+        while self._refusals and self._arena_room(self._head_bytes):
             op, refusal = self._refusals.popleft()
             self._add_header(Header(Kind.REFUSED, op=op, number=refusal))
-        if not self._refusals and self._owed > self._paid and self._arena_room(HEADER_BYTES):
+        if not self._refusals and self._owed > self._paid and self._arena_room(self._head_bytes):
             self._paid = self._owed
             self._add_header(Header(Kind.ACK, number=self._paid))
 
     def _add_answer(self) -> None:
-        if not self._arena_room(2 * HEADER_BYTES):
+        if not self._arena_room(2 * self._head_bytes):
             return
         op, access, runs, nbytes = self.answers.popleft()
         if isinstance(access, Grant) and not self._table.is_open(access):
             access = Refusal.REVOKED
         first = stop = 0
         if isinstance(access, Grant) and nbytes:
-            self._add_header(Header(Kind.DATA, op=op, payload=nbytes))
+            offsets = runs[:, 0] + access.offset
+            body = self._pieces(access.region.memory, offsets, runs[:, 1])
+            self._add_header(Header(Kind.DATA, op=op, payload=nbytes), body)
             self._flush_arena()
             first = self._vector.count
-            self._vector.add_runs(self._table.address(access.region) + access.offset, runs[:, 0], runs[:, 1])
+            self._vector.add_runs(self._table.address(access.region), offsets, runs[:, 1])
             stop = self._vector.count
             self._counters.bytes_sent += nbytes
         at = self._arena_used
         self._add_header(Header(Kind.ANSWER, op=op, number=access if isinstance(access, Refusal) else 0))
         if isinstance(access, Grant):
-            self._answering = (access, first, stop, at, op)
+            self._answering = (access, first, stop, at, op, self._frames)
 
     def _add_frame(self, op: TcpOperation, limit: int) -> int:
         """Cut the next WRITE, THEN, MESSAGE or NOTIFY; its payload bytes, or -1 if the batch has no room for it."""
@@ -370,11 +388,12 @@ class LaneOut:
         rows, nbytes = _NOTHING, 0
         if isinstance(body, bytes):
             nbytes = len(body)
-            if not self._arena_room(HEADER_BYTES + nbytes):
+            if not self._arena_room(self._head_bytes + nbytes):
                 return -1
         else:
             most = min(MAX_RUNS, self._vector.room - 2)
-            if most < min(MAX_RUNS, len(body.rows)) or not self._arena_room(HEADER_BYTES + most * RUN_BYTES):
+            room = self._head_bytes + most * RUN_BYTES + self._check_bytes
+            if most < min(MAX_RUNS, len(body.rows)) or not self._arena_room(room):
                 return -1
             if body.nbytes:
                 size = min(self._frame_bytes, limit)
@@ -388,12 +407,17 @@ class LaneOut:
         urge = last or self._unurged >= self._inflight_bytes // 4 or self._sent % (MAX_UNACKED // 4) == 0
         if urge:
             self._unurged = 0
-        self._add_header(Header(kind, len(rows), op.id, nbytes, op.low, op.high, op.token, self._sent, urge))
+        header = Header(kind, len(rows), op.id, nbytes, op.low, op.high, op.token, self._sent, urge)
         if isinstance(body, bytes):
+            self._add_header(header, (body,))
             self._arena[self._arena_used : self._arena_used + nbytes] = body
             self._arena_used += nbytes
-        elif nbytes:
-            self._arena_used = pack_runs(self._arena, self._arena_used, rows)
+        elif not nbytes:
+            self._add_header(header)
+        else:
+            assert op.region is not None
+            self._add_header(header, self._pieces(op.region.memory, rows[:, 0], rows[:, 2]))
+            self._add_runs(rows)
             self._flush_arena()
             self._vector.add_runs(op.base, rows[:, 0], rows[:, 2])
             self._counters.bytes_sent += nbytes
@@ -404,14 +428,15 @@ class LaneOut:
     def _add_read(self, op: TcpOperation, limit: int) -> int:
         body = op.stages[0][1]
         assert isinstance(body, Runs)
-        if not self._arena_room(HEADER_BYTES + MAX_RUNS * RUN_BYTES):
+        if not self._arena_room(self._head_bytes + MAX_RUNS * RUN_BYTES + self._check_bytes):
             return -1
         rows, nbytes = _NOTHING, 0
         if body.nbytes:
             rows, nbytes = body.cut(op.position, min(self._frame_bytes, limit), MAX_RUNS)
         self._begin(op)
         self._add_header(Header(Kind.READ, len(rows), op.id, nbytes, op.low, op.high, op.token))
-        self._arena_used = pack_runs(self._arena, self._arena_used, rows)
+        if nbytes:
+            self._add_runs(rows)
         self._progress(op, nbytes, body.nbytes)
         op.parts += 1
         self.reads.append(ReadPart(op, rows, nbytes))
@@ -443,9 +468,32 @@ class LaneOut:
         self._counters.reads += op.what == "read"
         self._counters.messages_sent += op.speaks
 
-    def _add_header(self, header: Header) -> None:
-        pack_header(self._arena, self._arena_used, header)
-        self._arena_used += HEADER_BYTES
+    def _add_header(self, header: Header, body: Iterator[Buffer] | Sequence[Buffer] = ()) -> None:
+        """``body``: the payload, if the frame has one."""
+        self._frames += 1
+        self._pack_header(self._arena_used, self._frames, header, body)
+        self._arena_used += self._head_bytes
+
+    def _pack_header(self, at: int, frame: int, header: Header, body: Iterator[Buffer] | Sequence[Buffer]) -> None:
+        pack_header(self._arena, at, header)
+        if self._check_bytes:
+            middle = at + HEADER_BYTES + self._check_bytes
+            check = self._seal.body(frame, body) if body else bytes(self._check_bytes)
+            self._arena[at + HEADER_BYTES : middle] = check
+            self._arena[middle : at + self._head_bytes] = self._seal.head(frame, bytes(self._arena[at:middle]))
+
+    def _add_runs(self, rows: Descriptors) -> None:
+        start = self._arena_used
+        self._arena_used = pack_runs(self._arena, start, rows)
+        if self._check_bytes:
+            check = self._seal.runs(self._frames, bytes(self._arena[start : self._arena_used]))
+            self._arena[self._arena_used : self._arena_used + self._check_bytes] = check
+            self._arena_used += self._check_bytes
+
+    def _pieces(
+        self, memory: memoryview, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+    ) -> Iterator[Buffer] | Sequence[Buffer]:
+        return pieces(memory, offsets, lengths) if self._check_bytes else ()
 
     def _arena_room(self, nbytes: int) -> bool:
         return self._arena_used + nbytes <= ARENA_BYTES and self._vector.room > 1

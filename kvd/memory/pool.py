@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
@@ -23,6 +24,10 @@ from kvd.memory.leases import Lease
 from kvd_client.protocol import MemoryStatus
 
 log = structlog.get_logger("kvd.memory")
+
+FIRST_HINT_S = 0.5
+"""When to come back for memory, before any lease has been given back."""
+LEAST_HINT_S, MOST_HINT_S = 0.01, 5.0
 
 MAX_TRIES = 64
 """Arenas that one request has made before it gives up."""
@@ -95,6 +100,9 @@ class Pool:
         self._leases: dict[int, tuple[Lease, _Slab]] = {}
         self._by_owner: dict[Hashable, dict[int, Lease]] = {}
         self._taken: dict[Hashable, int] = {}
+        self._born: dict[int, float] = {}
+        self._lifetime_s = 0.0
+        """Mean time that a lease has been kept, the last ones counting most; 0 before the first has gone back."""
         self._generation = 0
         self._growing: asyncio.Task[None] | None = None
         self._promised = 0
@@ -135,6 +143,13 @@ class Pool:
             huge_pages=any(slab.arena.kind == "hugetlb" for slab in self._slabs),
         )
 
+    @property
+    def retry_after_s(self) -> float:
+        """When the next lease will go back, most likely: what a request that finds no room is told."""
+        if not self._lifetime_s:
+            return FIRST_HINT_S
+        return round(min(max(self._lifetime_s / max(1, len(self._leases)), LEAST_HINT_S), MOST_HINT_S), 3)
+
     def leases(self, owner: Hashable) -> list[Lease]:
         """The owner's leases whose memory has not gone back yet, oldest first."""
         return list(self._by_owner.get(owner, {}).values())
@@ -146,9 +161,9 @@ class Pool:
 
         May make an arena, which takes about 0.3 ms a MiB; :meth:`lease_soon` does that in a worker thread.
 
-        Raises :class:`OutOfMemory` with ``need``, ``free``, ``largest_free`` and ``limit`` when there is no room,
-        :class:`Busy` when the owner's other leases are in the way of ``client_limit``, and :class:`InvalidArgument`
-        for a size that is not positive.
+        Raises :class:`OutOfMemory` with ``need``, ``free``, ``largest_free`` and ``limit`` when there is no room (and
+        ``retry_after_s`` if there will be), :class:`Busy` when the owner's other leases are in the way of
+        ``client_limit``, and :class:`InvalidArgument` for a size that is not positive.
         """
         self._check_request(nbytes, owner)
         found = self._carve(nbytes, owner)
@@ -256,6 +271,7 @@ class Pool:
                 need=nbytes,
                 held=held,
                 limit=self.client_limit,
+                retry_after_s=self.retry_after_s,
             )
 
     def _carve(self, nbytes: int, owner: Hashable, wasteful: bool = False) -> Lease | None:
@@ -276,6 +292,7 @@ class Pool:
             reclaim=self._reclaim,
         )
         self._leases[lease.generation] = (lease, slab)
+        self._born[lease.generation] = time.monotonic()
         self._by_owner.setdefault(owner, {})[lease.generation] = lease
         self._taken[owner] = self._taken.get(owner, 0) + lease.mapped_bytes
         return lease
@@ -370,6 +387,8 @@ class Pool:
 
     def _reclaim(self, lease: Lease) -> None:
         _, slab = self._leases.pop(lease.generation)
+        kept_s = time.monotonic() - self._born.pop(lease.generation)
+        self._lifetime_s = kept_s if not self._lifetime_s else 0.9 * self._lifetime_s + 0.1 * kept_s
         owned = self._by_owner[lease.owner]
         del owned[lease.generation]
         self._taken[lease.owner] -= lease.mapped_bytes
@@ -398,6 +417,7 @@ class Pool:
         advice = (
             "raise memory.limit" if nbytes > self.limit else "release transfers, raise memory.limit, or split the batch"
         )
+        hint = {"retry_after_s": self.retry_after_s} if nbytes <= self.limit else {}
         return OutOfMemory(
             f"no room for {nbytes} bytes: the pool's limit is {self.limit}, {free} are free, "
             f"{largest} in one piece; {advice}",
@@ -405,6 +425,7 @@ class Pool:
             free=free,
             largest_free=largest,
             limit=self.limit,
+            **hint,
         )
 
 

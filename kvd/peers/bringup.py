@@ -18,12 +18,22 @@ from kvd.wire.handshake import Acceptor
 class SessionBringup:
     """What a session offers its fabric (:class:`kvd.fabric.base.Bringup`)."""
 
-    def __init__(self, link: ControlLink, streams: Mapping[Lane, socket.socket]) -> None:
-        self._link, self._streams = link, streams
+    def __init__(
+        self, link: ControlLink, streams: Mapping[Lane, socket.socket], *, secret: bytes, dialled: bool
+    ) -> None:
+        self._link, self._streams, self._secret, self._dialled = link, streams, secret, dialled
 
     @property
     def streams(self) -> Mapping[Lane, socket.socket]:
         return self._streams
+
+    @property
+    def secret(self) -> bytes:
+        return self._secret
+
+    @property
+    def dialled(self) -> bool:
+        return self._dialled
 
     async def exchange(self, blob: bytes) -> bytes:
         return await self._link.exchange(blob)

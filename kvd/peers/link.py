@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
+import msgspec
+
 from kvd.errors import KvdError, PeerLost, ProtocolError
+from kvd.fabric.pacing import Pacer
 from kvd.peers.liveness import Liveness, Verdict
 from kvd.types import NodeId
-from kvd.wire import framing
+from kvd.wire import framing, guard
 from kvd.wire.hello import printable
 from kvd.wire.messages import Closing, FabricBlob, PeerMessage, Ping, Pong, SessionMessage, WireMessage
 from kvd_client.protocol import LENGTH, MAX_FRAME
@@ -20,6 +23,8 @@ EARLY_LIMIT = 2 * MAX_FRAME
 """Bytes of messages that may come before this side's fabric is connected."""
 LINGER_S = 1.0
 """How long the last message may take to be sent."""
+HOLD_S = 0.01
+"""Least time for which a peer over its rate is not read: event loops count milliseconds."""
 MAX_BLOB = 4096
 MAX_BLOBS = 16
 
@@ -40,11 +45,23 @@ class ControlLink(asyncio.Protocol):
     event loop (never from inside a call into this object).
     """
 
-    def __init__(self, peer: NodeId, *, heartbeat_s: float, timeout_s: float, log: Log) -> None:
+    def __init__(
+        self,
+        peer: NodeId,
+        *,
+        heartbeat_s: float,
+        timeout_s: float,
+        log: Log,
+        protection: tuple[guard.Writer, guard.Parser] | None = None,
+        messages_s: float = 0.0,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._peer, self._log = peer, log
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
-        self._parser = framing.FrameParser()
+        self._writer, self._parser = protection or (guard.PlainWriter(), framing.FrameParser())
+        self._pacer = Pacer(messages_s, burst_s=1.0) if messages_s else None
+        self._held: asyncio.TimerHandle | None = None
+        """Runs while the peer is over its rate and nothing is read from it."""
         self._transport: asyncio.Transport | None = None
         self._liveness = Liveness(heartbeat_s=heartbeat_s, timeout_s=timeout_s, now=self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
@@ -78,7 +95,7 @@ class ControlLink(asyncio.Protocol):
             raise PeerLost(
                 f"the session with node {self._peer} has ended: {self.error.message}", peer=self._peer
             ) from self.error
-        self._write(framing.encode(message))
+        self._write(self._frame(message))
 
     async def exchange(self, blob: bytes) -> bytes:
         """As :meth:`kvd.fabric.base.Bringup.exchange`; raises what ended the link."""
@@ -102,12 +119,13 @@ class ControlLink(asyncio.Protocol):
             return
         self.error = error
         self.ended.set_result(None)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._held):
+            if timer is not None:
+                timer.cancel()
         if self._transport is None:
             self.closed.set_result(None)
         elif tell and not self._transport.is_closing():
-            self._transport.write(framing.encode(Closing(code=error.code, message=printable(error.message))))
+            self._transport.write(self._frame(Closing(code=error.code, message=printable(error.message))))
             self._transport.close()
             # A peer that reads nothing must not keep the socket open.
             self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
@@ -126,14 +144,37 @@ class ControlLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.error is not None:
             return
+        self._parser.feed(data)
+        self._take()
+
+    def _take(self) -> None:
+        """Act on the frames that are there, as fast as the peer's rate allows."""
         self._liveness.heard(self._loop.time())
         try:
-            self._parser.feed(data)
-            while self.error is None and (body := self._parser.next()) is not None:
+            while self.error is None and self._held is None and (body := self._parser.next()) is not None:
                 self._receive(framing.decode(body), len(body) + LENGTH.size)
+                self._count()
         except KvdError as error:
             self._log.warning("peer sent what it must not", peer=self._peer, reason=error.message)
             self.end(error, tell=True)
+
+    def _count(self) -> None:
+        if self._pacer is None or self._transport is None:
+            return
+        now = self._loop.time()
+        self._pacer.sent(1, now)
+        wait_s = self._pacer.wait(now)
+        if wait_s and self.error is None:
+            self._transport.pause_reading()
+            self._held = self._loop.call_later(max(wait_s, HOLD_S), self._go_on)
+
+    def _go_on(self) -> None:
+        self._held = None
+        if self.error is not None or self._transport is None:
+            return
+        self._take()
+        if self._held is None and self.error is None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool | None:
         self._lose("it closed the connection")
@@ -150,7 +191,7 @@ class ControlLink(asyncio.Protocol):
 
     def _receive(self, message: PeerMessage | SessionMessage, nbytes: int) -> None:
         if isinstance(message, Ping):
-            self._write(framing.encode(Pong(number=message.number)))
+            self._write(self._frame(Pong(number=message.number)))
         elif isinstance(message, Pong):
             pass
         elif isinstance(message, Closing):
@@ -186,6 +227,9 @@ class ControlLink(asyncio.Protocol):
                 tell=True,
             )
 
+    def _frame(self, message: WireMessage) -> bytes:
+        return self._writer.frame(msgspec.msgpack.encode(message))
+
     def _write(self, data: bytes) -> None:
         assert self._transport is not None
         self._transport.write(data)
@@ -206,7 +250,7 @@ class ControlLink(asyncio.Protocol):
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
         if verdict is Verdict.PROBE:
             self._pings += 1
-            self._write(framing.encode(Ping(number=self._pings)))
+            self._write(self._frame(Ping(number=self._pings)))
 
     def _lose(self, why: str, reason: str = "closed") -> None:
         self.end(

@@ -118,7 +118,9 @@ class Listener:
                     async with asyncio.timeout(wait_s):
                         await self._freed.wait()
             else:
-                oldest.evicted = Busy(f"{self._limit} connections wait for their handshake; this was the oldest")
+                oldest.evicted = Busy(
+                    f"{self._limit} connections wait for their handshake; this was the oldest", retry_after_s=1.0
+                )
                 assert oldest.task is not None
                 oldest.task.cancel()
                 self._release(oldest)

@@ -27,6 +27,14 @@ class _Bringup:
     def __init__(self, inbox: asyncio.Queue[bytes], outbox: asyncio.Queue[bytes]) -> None:
         self._inbox, self._outbox = inbox, outbox
 
+    @property
+    def secret(self) -> bytes:
+        return b""
+
+    @property
+    def dialled(self) -> bool:
+        return False
+
     async def exchange(self, blob: bytes) -> bytes:
         self._outbox.put_nowait(blob)
         return await self._inbox.get()

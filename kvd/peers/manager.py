@@ -7,6 +7,7 @@ import dataclasses
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import structlog
 
@@ -30,6 +31,7 @@ from kvd.peers.records import Records
 from kvd.peers.session import PeerSession
 from kvd.types import Lane, NodeId
 from kvd.wire.auth import LANE_KEY_BYTES, NONCE_BYTES
+from kvd.wire.guard import guards
 from kvd.wire.handshake import Acceptor, Dialler, Established, LaneDialler, LaneEstablished
 from kvd.wire.hello import SESSION_BYTES, Identity
 from kvd.wire.messages import PeerMessage
@@ -51,6 +53,10 @@ class PeersConfig:
     """Where each node can be dialled."""
     keys: Sequence[bytes] = dataclasses.field(default=(), repr=False)
     """The first proves, each is accepted. Empty: no authentication, allowed on loopback only."""
+    level: Literal["plain", "authentic", "secret"] = "plain"
+    """How the bytes of transfers are protected; the same on all nodes. Above plain, keys are needed."""
+    messages_s: float = 0.0
+    """Control messages a second that are taken of one peer; more wait in its connection. 0: no limit."""
     connect_timeout_s: float = 5.0
     handshake_timeout_s: float = 5.0
     """For everything between the TCP connection and the live session."""
@@ -86,7 +92,8 @@ class Peers:
         log: Log | None = None,
     ) -> None:
         self.node, self.boot = node, boot
-        self._config, self._fabric, self._fingerprint = config, fabric, dict(fingerprint)
+        self._config, self._fabric = config, fabric
+        self._fingerprint = {**fingerprint, "security": config.level}
         self._log: Log = log if log is not None else structlog.get_logger("kvd.peers")
         self._lanes = fabric.capabilities.lanes_need_streams
         self._on_message, self._on_fabric_message, self._on_lost = on_message, on_fabric_message, on_lost
@@ -174,6 +181,18 @@ class Peers:
                 raise self._shutting_down() from None
             raise
 
+    def accept_keys(self, keys: Sequence[bytes]) -> None:
+        """Prove with the first of ``keys`` from now on, and accept each. Live sessions go on, whatever they were made
+        with. Raises :class:`ConfigError` where peers had to prove a key so far and need none any more, or the reverse:
+        that takes a restart."""
+        if bool(keys) != bool(self._config.keys):
+            raise ConfigError(
+                "peers.key_file: keys can be exchanged while the daemon runs, not added or dropped; restart it",
+                key="peers.key_file",
+            )
+        self._config = dataclasses.replace(self._config, keys=list(keys))
+        self._identity = self._introduce(self._identity.address)
+
     def sessions(self) -> list[PeerSession]:
         """All live sessions."""
         return [session for some in self._sessions.values() for session in some if session.error is None]
@@ -235,7 +254,7 @@ class Peers:
                 peer = await sockets.negotiate(control, dialler)
                 assert isinstance(peer, Established)
                 opened.remove(control)
-                link = await self._open_link(peer.node, control)
+                link = await self._open_link(peer, control, dialled=True)
                 streams: dict[Lane, socket.socket] = {}
                 for lane in self._lanes:
                     streams[lane] = await sockets.connect(family, remote)
@@ -282,9 +301,12 @@ class Peers:
                 if isinstance(event, LaneEstablished):
                     self._lane_came(event, connection, source)
                     return
-                link = await self._open_link(event.node, connection)
+                link = await self._open_link(event, connection, dialled=False)
                 if len(self._links) > MAX_SESSIONS:
-                    raise Busy(f"node {self.node} has {MAX_SESSIONS} sessions, its limit; end some of them first")
+                    raise Busy(
+                        f"node {self.node} has {MAX_SESSIONS} sessions, its limit; end some of them first",
+                        retry_after_s=1.0,
+                    )
                 self._end_earlier_runs(event.node, event.boot)
                 await unless_ended(link, self._join_incoming(event, link, incoming, source))
         except (KvdError, OSError) as caught:  # TimeoutError is an OSError
@@ -333,9 +355,16 @@ class Peers:
 
     # --- both
 
-    async def _open_link(self, peer: NodeId, control: socket.socket) -> ControlLink:
+    async def _open_link(self, peer: Established, control: socket.socket, *, dialled: bool) -> ControlLink:
         """Put the control connection, which is through its handshake, into a link's hands."""
-        link = ControlLink(peer, heartbeat_s=self._config.heartbeat_s, timeout_s=self._config.timeout_s, log=self._log)
+        link = ControlLink(
+            peer.node,
+            heartbeat_s=self._config.heartbeat_s,
+            timeout_s=self._config.timeout_s,
+            log=self._log,
+            protection=guards(peer.lane_key, dialled=dialled) if peer.authenticated else None,
+            messages_s=self._config.messages_s,
+        )
         try:
             await asyncio.get_running_loop().create_connection(lambda: link, sock=control)
         except BaseException:
@@ -356,7 +385,8 @@ class Peers:
     ) -> PeerSession:
         """Connect the fabric and bring the session to life."""
         try:
-            endpoint = await self._fabric.connect(SessionBringup(link, streams))
+            secret = peer.lane_key if peer.authenticated else b""
+            endpoint = await self._fabric.connect(SessionBringup(link, streams, secret=secret, dialled=dialled))
         except BaseException:
             for stream in streams.values():
                 stream.close()

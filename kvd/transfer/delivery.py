@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvd.errors import ChecksumMismatch
 from kvd.mask import IntervalSet
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
@@ -106,6 +107,11 @@ def on_write_completed(book: Book, event: ev.WriteCompleted, now: float) -> None
             book.counters[f"bytes_sent_{path}"] += nbytes
             if path != METADATA:
                 part.bytes_done += nbytes
+        elif isinstance(event.error, ChecksumMismatch) and not part.ended:
+            # The sink's daemon refused it for this very reason: there is nothing to wait for. Not sent again: a link
+            # that changes bytes is to be mended, and the process may well have another node to ask.
+            event.error.fields["request"] = part.request
+            book.end(part, event.error)
         elif event.error is not None and not part.ended and part.refused_until is None:
             part.refused_until = now + REFUSED_GRACE_S
             part.refusal = event.error.code

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -15,12 +16,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from kvd.errors import (
-    FabricError,
-    KvdError,
-    NotFound,
-    PeerLost,
-)
+from kvd.errors import DeadlineExceeded, FabricError, KvdError, NotFound, PeerLost
 from kvd.mask import init_masks, mark, mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
@@ -159,9 +155,11 @@ class Engine:
             target=target,
         )
         self.core.check_open(event)
+        asked = time.monotonic()
         lease = await self._pool.lease_soon(layout.nbytes, client)
         try:
             self.core.check_open(event)  # others have run while memory was being made
+            event = dataclasses.replace(event, deadline_s=_left(event, time.monotonic() - asked))
             if not still_there():
                 raise PeerLost("the process went away while memory was being made for it")
             init_masks(lease.memory, layout, event.lengths)
@@ -477,3 +475,14 @@ class Engine:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _left(event: ev.PartOpened, waited_s: float) -> float:
+    """What is left of the transfer's deadline, which began when the process asked for it."""
+    if waited_s >= event.deadline_s:
+        raise DeadlineExceeded(
+            f"request {event.request!r} waited {waited_s:.3g} s for memory to be made, and its deadline was "
+            f"{event.deadline_s:.3g} s; raise memory.arena or the deadline",
+            request=event.request,
+        )
+    return event.deadline_s - waited_s

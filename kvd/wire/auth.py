@@ -38,12 +38,12 @@ def matching_key(keys: Sequence[bytes], role: bytes, transcript: bytes, proof: b
     return found
 
 
-def lane_key(key: bytes, transcript: bytes) -> bytes:
-    """The key with which the lane streams of a session prove that they belong to it: 32 bytes.
+def lane_key(key: bytes, transcript: bytes, agreed: bytes) -> bytes:
+    """The session's secret, with which its lane streams prove that they belong to it: 32 bytes.
 
-    ``transcript`` is the digest of the whole control handshake.
+    ``transcript`` is the digest of the whole control handshake, ``agreed`` what the two key shares in it give.
     """
-    return hmac.digest(key, _LANE_KEY + b"\0" + transcript, "sha256")
+    return hmac.digest(key, _LANE_KEY + b"\0" + transcript + agreed, "sha256")
 
 
 def failure(us: str, them: str) -> AuthenticationFailed:

@@ -33,7 +33,7 @@ Lane stream, dialler's side, then acceptor's::
 
 In every state a Reject, a message that is not due, or a failed check leads to FAILED: Failed.
 
-Version history: 1, first version.
+Version history: 1, first version; 2, a key share in each Hello.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ from kvd.wire.hello import (
     other_node,
     rejection,
 )
+from kvd.wire.keys import KeyShare
 from kvd.wire.messages import WIRE_VERSION
 
 
@@ -105,7 +106,7 @@ class Established:
     session: bytes
     """Names the session in the handshakes of its lanes; chosen by the acceptor."""
     lane_key: bytes = dataclasses.field(repr=False)
-    """With which the session's lanes prove that they belong to it."""
+    """With which the session's lanes prove that they belong to it, and from which its other keys follow."""
     authenticated: bool
     """Whether the peer has proven a shared key."""
 
@@ -284,18 +285,19 @@ class _DiallerSide(Handshake):
 class Dialler(_DiallerSide):
     """The side that opened a control connection, to a node that should be ``expect``.
 
-    ``nonce``: 32 random bytes, never used before. Raises :class:`InvalidArgument` if what ``identity`` says does
-    not fit a message.
+    ``nonce``: 32 random bytes, never used before; ``share``: made for this connection, by default here. Raises
+    :class:`InvalidArgument` if what ``identity`` says does not fit a message.
     """
 
-    def __init__(self, identity: Identity, *, expect: NodeId, nonce: bytes) -> None:
+    def __init__(self, identity: Identity, *, expect: NodeId, nonce: bytes, share: KeyShare | None = None) -> None:
         super().__init__(f"node {identity.node}", f"node {expect}")
         self._identity, self._expect, self._nonce = identity, expect, nonce
         self._peer: Hello | None = None
         self._welcome: Welcome | None = None
         self._key = identity.keys[0] if identity.keys else None
+        self._share = (share or KeyShare()) if identity.keys else None
         self._send_preface(Kind.CONTROL)
-        self._send(make_hello(identity, nonce, expect))
+        self._send(make_hello(identity, nonce, expect, _public(self._share)))
 
     def _expects(self) -> dict[State, tuple[type, Callable[[Any, bytes], None]]]:
         return {
@@ -329,7 +331,9 @@ class Dialler(_DiallerSide):
         compare_fingerprints(self._identity, hello)
         if welcome.fabric not in self._identity.fabrics:
             raise ProtocolError(f"{self._them} chose the fabric {welcome.fabric!r}, which was not offered")
-        key = auth.lane_key(self._key, self._digest.digest()) if self._key else welcome.token
+        key = welcome.token
+        if self._key is not None and self._share is not None:
+            key = auth.lane_key(self._key, self._digest.digest(), self._share.agree(hello.share))
         self._send(Ready())
         self._finish(_established(hello, welcome, key, self._key is not None))
 
@@ -374,10 +378,12 @@ class Acceptor(Handshake):
         session: bytes,
         token: bytes,
         find_lane: Callable[[bytes, Lane], bytes | None],
+        share: KeyShare | None = None,
     ) -> None:
         super().__init__(f"node {identity.node}", "the dialler")
         self._identity, self._nonce, self._session, self._token = identity, nonce, session, token
         self._find_lane = find_lane
+        self._share = share
         self._kind = Kind.CONTROL
         self._peer: Hello | None = None
         self._welcome: Welcome | None = None
@@ -413,7 +419,9 @@ class Acceptor(Handshake):
         check_hello(self._identity, self._nonce, hello)
         self._peer = hello
         self._send_preface(Kind.ANSWER)
-        self._send(make_hello(self._identity, self._nonce, ""))
+        if self._identity.keys and self._share is None:
+            self._share = KeyShare()
+        self._send(make_hello(self._identity, self._nonce, "", _public(self._share)))
         self.state = State.AWAIT_PROOF
 
     def _on_proof(self, proof: Proof, transcript: bytes) -> None:
@@ -428,7 +436,9 @@ class Acceptor(Handshake):
         self._send(self._welcome)
         self._send(Proof(proof=auth.prove(key, auth.ACCEPTOR, self._digest.digest()) if key else b""))
         self._authenticated = key is not None
-        self.lane_key = auth.lane_key(key, self._digest.digest()) if key else self._token
+        self.lane_key = self._token
+        if key is not None and self._share is not None:
+            self.lane_key = auth.lane_key(key, self._digest.digest(), self._share.agree(hello.share))
         self.state = State.AWAIT_READY
 
     def _on_ready(self, ready: Ready, transcript: bytes) -> None:
@@ -452,6 +462,10 @@ class Acceptor(Handshake):
             raise auth.failure(self._us, self._them)
         self._prove_lane(key, auth.LANE_ACCEPTOR)
         self._finish(LaneEstablished(self._session, self._lane))
+
+
+def _public(share: KeyShare | None) -> bytes:
+    return b"" if share is None else share.public
 
 
 def _proven(keys: tuple[bytes, ...], role: bytes, transcript: bytes, proof: Proof) -> tuple[bool, bytes | None]:

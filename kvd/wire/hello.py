@@ -27,6 +27,7 @@ from kvd.errors import (
 from kvd.types import Lane, NodeId
 from kvd.wire import auth
 from kvd.wire.framing import convert, frame
+from kvd.wire.keys import SHARE_BYTES
 
 MAGIC = b"\x9dKVD"
 PREFACE = struct.Struct("<4sHH")
@@ -84,6 +85,8 @@ class Hello(_Message, tag="hello"):
     """The node that the dialler believes to have reached; empty from the acceptor."""
     keyed: bool
     """Whether I have a shared key."""
+    share: Annotated[bytes, msgspec.Meta(max_length=SHARE_BYTES)]
+    """My half of the key agreement; empty without a shared key."""
     nonce: _Nonce
     fingerprint: dict[str, str | int]
     fabrics: list[str]
@@ -154,7 +157,7 @@ def decode(body: bytes) -> HandshakeMessage:
     return convert(body, HandshakeMessage)  # type: ignore[no-any-return]
 
 
-def make_hello(identity: Identity, nonce: bytes, expect: NodeId) -> Hello:
+def make_hello(identity: Identity, nonce: bytes, expect: NodeId, share: bytes) -> Hello:
     """Raises :class:`InvalidArgument` if what ``identity`` says does not fit a message."""
     hello = Hello(
         node=identity.node,
@@ -162,6 +165,7 @@ def make_hello(identity: Identity, nonce: bytes, expect: NodeId) -> Hello:
         address=identity.address,
         expect=expect,
         keyed=bool(identity.keys),
+        share=share,
         nonce=nonce,
         fingerprint=dict(identity.fingerprint),
         fabrics=list(identity.fabrics),
@@ -190,6 +194,8 @@ def check_hello(identity: Identity, nonce: bytes, hello: Hello) -> None:
             with_key=having,
             without_key=lacking,
         )
+    if len(hello.share) != (SHARE_BYTES if hello.keyed else 0):
+        raise ProtocolError(f"node {them} sent a key share of {len(hello.share)} bytes")
 
 
 def other_node(dialler: NodeId, expected: NodeId, found: NodeId) -> FingerprintMismatch:

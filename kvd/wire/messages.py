@@ -3,8 +3,8 @@
 Framing and limits are those of the local API (:mod:`kvd_client.protocol`). ``transfer`` always names the
 *receiver's* part, except in :class:`Open` and :class:`Announce`, where the sender tells its own.
 
-Version history: 1, first version. 2, tensors in a device's layout: ``target`` of :class:`Open`, and the pulling of what
-the source has regrouped.
+Version history: 1, first version. 2, key shares in the handshake, encrypted control frames; tensors in a device's
+layout: ``target`` of :class:`Open`, and the pulling of what the source has regrouped.
 """
 
 from __future__ import annotations

@@ -124,6 +124,8 @@ def raw_receive(sock: socket.socket, memory: memoryview, workload: str) -> None:
 
 
 class Bringup:
+    secret, dialled = b"", False
+
     def __init__(self, streams: dict[Lane, socket.socket], pipe: Connection) -> None:
         self.streams = streams
         self._pipe = pipe

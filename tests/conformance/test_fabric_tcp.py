@@ -7,9 +7,10 @@ import uvloop
 
 from kvd.fabric.tcp import TcpFabric
 
-pytest.register_assert_rewrite("kvd.fabric.conformance")
+pytest.register_assert_rewrite("kvd.fabric.conformance", "kvd.fabric.conformance_faults")
 
 from kvd.fabric.conformance import FabricConformance  # noqa: E402
+from kvd.fabric.conformance_faults import FabricFaults  # noqa: E402
 
 
 class TestTcpOnAsyncio(FabricConformance):
@@ -37,10 +38,44 @@ class TestTcpWithSmallFrames(FabricConformance):
 
 
 class TestTcpWithALimit(FabricConformance):
-    """The rate is far above what the tests need, but everything goes through the pacer."""
+    """The rate is far above what the tests need, but everything goes through the pacer. No checksums."""
 
     loop_factory = staticmethod(uvloop.new_event_loop)
 
     @pytest.fixture
     def make_fabric(self):
-        return functools.partial(TcpFabric, rate=4e9)
+        return functools.partial(TcpFabric, rate=4e9, checksums=False)
+
+
+class TestTcpAuthentic(FabricConformance, FabricFaults):
+    """Every frame has a code that only the two ends can compute."""
+
+    loop_factory = staticmethod(uvloop.new_event_loop)
+
+    @pytest.fixture
+    def make_fabric(self):
+        return functools.partial(TcpFabric, level="authentic", frame_bytes=300_001)
+
+
+class TestTcpSecret(FabricConformance, FabricFaults):
+    """Everything crosses in encrypted records."""
+
+    loop_factory = staticmethod(uvloop.new_event_loop)
+
+    @pytest.fixture
+    def make_fabric(self):
+        return functools.partial(TcpFabric, level="secret")
+
+
+class TestTcpFaults(FabricFaults):
+    @pytest.fixture
+    def make_fabric(self):
+        return TcpFabric
+
+
+class TestTcpFaultsWithSmallFrames(FabricFaults):
+    loop_factory = staticmethod(uvloop.new_event_loop)
+
+    @pytest.fixture
+    def make_fabric(self):
+        return functools.partial(TcpFabric, frame_bytes=50_001, inflight_bytes=200_003, unsent_bytes=16_384)

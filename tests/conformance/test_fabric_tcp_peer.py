@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvd.errors import Aborted, FabricError, InvalidArgument, KvdError, ProtocolError, RemoteAccessError
 from kvd.fabric import frames
 from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
-from kvd.fabric.frames import HEADER_BYTES, Header, Kind
+from kvd.fabric.frames import HEADER_BYTES, Header, Kind, Protection
 from kvd.fabric.regions import Refusal
 from kvd.fabric.tcp import MIN_PIECE_BYTES, TcpFabric
 from kvd.types import Lane
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.timeout(60)
 
 class Bringup:
     """The endpoint's side of a bringup whose other side says what the test wants."""
+
+    secret, dialled = b"", False
 
     def __init__(self, streams, answer):
         self.streams = streams
@@ -83,13 +85,14 @@ class Peer:
 @contextlib.asynccontextmanager
 async def against_peer(buffer=0, **options):
     """An endpoint (with ``Side``'s records) and the peer that the test plays; small socket buffers where asked."""
-    fabric = TcpFabric(**options)
+    fabric = TcpFabric(checksums=False, **options)
     pairs = {lane: tcp_pair() for lane in Lane}
     for pair in pairs.values():
         for sock in pair if buffer else ():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    endpoint = await fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, frames.pack_hello()))
+    hello = frames.pack_hello(Protection.NONE)
+    endpoint = await fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, hello))
     peer = Peer({lane: pair[1] for lane, pair in pairs.items()})
     try:
         yield Side(fabric, endpoint), peer
@@ -524,8 +527,9 @@ async def test_loss_of_either_lane(lane, reset):
 
 async def test_early_messages_wait_for_the_owner():
     """What arrives before ``on_message`` is set is not lost."""
-    fabric, pairs = TcpFabric(), {lane: tcp_pair() for lane in Lane}
-    endpoint = await fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, frames.pack_hello()))
+    fabric, pairs = TcpFabric(checksums=False), {lane: tcp_pair() for lane in Lane}
+    hello = frames.pack_hello(Protection.NONE)
+    endpoint = await fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, hello))
     peer = Peer({lane: pair[1] for lane, pair in pairs.items()})
     await peer.send(Lane.URGENT, peer.frame(Lane.URGENT, Kind.MESSAGE, payload=b"early"))
     await settle()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.errors import KvdError, PeerLost
+from kvd.errors import DeadlineExceeded, KvdError, PeerLost
 from kvd.fabric.loopback import LoopbackFabric
 from kvd.memory.pool import Pool
 from kvd.transfer import events as ev
@@ -86,10 +86,10 @@ class Sink:
     async def connect(self, node: str) -> EndedSession:
         return self.session
 
-    async def open(self, layout: PartLayout = LAYOUT, mode: str = "speculative") -> None:
+    async def open(self, layout: PartLayout = LAYOUT, mode: str = "speculative", deadline_s: float = 60.0) -> None:
         _, _, self.lease = await self.engine.open(
             role=Role.SINK, process=self.process, client=1, request="r", rank=0, ranks=1, head_start=0, spec=SPEC,
-            layout=layout, lengths=(6,), peer="p", deadline_s=60.0, still_there=lambda: True,
+            layout=layout, lengths=(6,), peer="p", deadline_s=deadline_s, still_there=lambda: True,
             opened=lambda transfer, generation: None,
         )  # fmt: skip
         while self.engine._tasks:
@@ -114,6 +114,20 @@ class Sink:
             LAYOUT.landing_offset(0), LAYOUT.landing_row_bytes,
         )  # fmt: skip
         self.engine.submit(request)
+
+
+async def test_the_deadline_begins_when_the_process_asks() -> None:
+    """Memory had to be made first: that time counts, and where it takes all there is, nothing has been begun."""
+    sink = Sink()
+    with pytest.raises(DeadlineExceeded, match="waited"):
+        await sink.open(deadline_s=1e-9)
+    assert sink.pool.in_use == 0
+    assert not sink.engine.core.parts
+    await sink.open(deadline_s=60.0)
+    (part,) = sink.engine.core.parts.values()
+    assert part.deadline - part.opened < 60.0
+    sink.engine.submit(ev.ReleaseRequested(part.transfer))
+    await sink.engine.close()
 
 
 @pytest.mark.parametrize("event", [ev.ReleaseRequested(1), ev.ClientLost(1)])

