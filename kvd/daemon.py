@@ -106,7 +106,7 @@ class Daemon:
         self._started = time.monotonic()
         self._local: Session | None = None
         self._local_lock = asyncio.Lock()
-        self._fabric: Fabric = choice.choose(
+        self._fabrics: list[Fabric] = choice.choose(
             config.fabric.name,
             rate=float(config.fabric.rate),
             device=config.fabric.device,
@@ -119,7 +119,7 @@ class Daemon:
             config.memory.pool,
             config.memory.arena,
             config.memory.huge_pages,
-            [self._fabric, self._loopback],
+            [*self._fabrics, self._loopback],
             client_limit=config.memory.client_limit,
         )
         selective = config.selective
@@ -144,8 +144,8 @@ class Daemon:
             node=self.node,
             boot=self.boot,
             config=_peers_config(config),
-            fabric=self._fabric,
-            fingerprint={"wire": WIRE_VERSION, "layout": LAYOUT_VERSION, "fabric": self._fabric.name},
+            fabrics=self._fabrics,
+            fingerprint={"wire": WIRE_VERSION, "layout": LAYOUT_VERSION},
             on_message=self._engine.session_message,
             on_fabric_message=self._engine.fabric_message,
             on_lost=self._engine.session_lost,
@@ -176,6 +176,14 @@ class Daemon:
         return self._engine.core.unfinished
 
     @property
+    def _offered(self) -> str:
+        return ", ".join(fabric.name for fabric in self._fabrics)
+
+    @property
+    def _details(self) -> str:
+        return ", ".join(fabric.details for fabric in self._fabrics if fabric.details)
+
+    @property
     def listening(self) -> str:
         """Where peers can connect, ports filled in; empty: nowhere."""
         return self._peers.listening
@@ -196,8 +204,8 @@ class Daemon:
             boot=self.boot,
             socket=self.config.api.socket,
             listen=self.listening,
-            fabric=self._fabric.name,
-            **({"device": self._fabric.details} if self._fabric.details else {}),
+            fabric=self._offered,
+            **({"device": self._details} if self._details else {}),
             kernels=kernels,
             pid=os.getpid(),
         )
@@ -223,7 +231,8 @@ class Daemon:
             await asyncio.wait_for(self._peers.close(), FAREWELL_S)
         except TimeoutError:
             log.warning("peers did not take the last messages", seconds=FAREWELL_S)
-        await self._fabric.close()
+        for fabric in self._fabrics:
+            await fabric.close()
         await self._loopback.close()
         await self._engine.close()
         self._pool.close()
@@ -268,7 +277,8 @@ class Daemon:
             uptime_s=time.monotonic() - self._started,
             health="degraded" if reasons else "ok",
             reasons=reasons,
-            fabric=self._fabric.name,
+            fabric=self._offered,
+            device=self._details,
             kernels=kvd_kernels.implementation(),
             listen=self.listening,
             socket=self.config.api.socket,

@@ -1,4 +1,4 @@
-"""Which fabric a daemon uses: the one that its configuration names, or for ``auto`` the best that the host offers."""
+"""Which fabrics a daemon offers its peers: the one that its configuration names, or for ``auto`` all that work here."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ class Log(Protocol):
     def info(self, event: str, **fields: Any) -> Any: ...
 
 
-def choose(name: str, *, rate: float, device: str, port: int, gid_index: int, log: Log) -> Fabric:
-    """Make the fabric ``name``; ``device``, ``port`` and ``gid_index`` are for verbs.
+def choose(name: str, *, rate: float, device: str, port: int, gid_index: int, log: Log) -> list[Fabric]:
+    """Make the fabrics of ``name``, the preferred one first; ``device``, ``port`` and ``gid_index`` are for verbs.
 
-    ``auto`` takes verbs, or tcp with one line in the log that says why. Any other name is taken at its word: ``verbs``
-    raises :class:`~kvd.errors.FabricError` without a usable device (:class:`~kvd.errors.ConfigError` without pyverbs),
-    and ``tcp`` opens no device.
+    ``auto`` offers verbs and tcp, for peers without RDMA, or tcp alone with one line in the log that says why. Any
+    other name is taken at its word: ``verbs`` raises :class:`~kvd.errors.FabricError` without a usable device
+    (:class:`~kvd.errors.ConfigError` without pyverbs), and ``tcp`` opens no device.
     """
     verbs = {"device": device, "port": port, "gid_index": gid_index}
     if name == "auto":
+        tcp = registry.create("tcp", rate=rate)
         try:
-            return registry.create("verbs", rate=rate, **verbs)
+            return [registry.create("verbs", rate=rate, **verbs), tcp]
         except (ConfigError, FabricError) as error:
             log.info("fabric auto: tcp, since verbs can't be used", reason=error.message)
-            return registry.create("tcp", rate=rate)
-    return registry.create(name, rate=rate, **(verbs if name == "verbs" else {}))
+            return [tcp]
+    return [registry.create(name, rate=rate, **(verbs if name == "verbs" else {}))]
