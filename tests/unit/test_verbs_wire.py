@@ -153,12 +153,14 @@ def test_registration_errors_name_limit_need_and_fix(monkeypatch: pytest.MonkeyP
     assert "kernel log" in advice.registration_error("mlx5_0", 1, errno.EIO, "x").message
 
 
-@pytest.mark.parametrize("message", [Rebuild(1, 3, 77, 12), Rebuilt(0, 1), Gone("it was closed")])
+@pytest.mark.parametrize("message", [Rebuild(1, 3, 77, 12, "why"), Rebuilt(0, 1), Gone("it was closed")])
 def test_what_is_told(message: Rebuild | Rebuilt | Gone) -> None:
     assert unpack_told(msgspec.msgpack.encode(message)) == message
 
 
-@pytest.mark.parametrize("message", [Rebuild(2, 3, 77, 12), Rebuild(-1, 3, 77, 12), Rebuilt(0, 0), Rebuilt(0, -1)])
+@pytest.mark.parametrize(
+    "message", [Rebuild(2, 3, 77, 12, ""), Rebuild(-1, 3, 77, 12, ""), Rebuilt(0, 0), Rebuilt(0, -1)]
+)
 def test_lanes_and_times_that_can_not_be_are_refused(message: Rebuild | Rebuilt) -> None:
     with pytest.raises(ProtocolError, match="told of lane"):
         unpack_told(msgspec.msgpack.encode(message))

@@ -38,6 +38,7 @@ class TestVerbsOnUvloop(OverTwoDevices):
 
     # On 10,000 writes in test_verbs_faults.
     test_no_mask_before_its_data = None
+    test_many_small_operations = None
 
 
 def only(suite, *names):

@@ -43,12 +43,13 @@ def on_pair(test):
     return run
 
 
-TRANSFERS = 10_000
+TRANSFERS = 10_000 if os.cpu_count() == 1 else 2_000
+"""Two CPUs are emulated at half the speed."""
 
 
 @pytest.mark.race
 @on_pair
-async def test_10_000_transfers_show_no_mask_before_its_data_and_leave_nothing_behind(pair: Pair) -> None:
+async def test_transfers_show_no_mask_before_its_data_and_leave_nothing_behind(pair: Pair) -> None:
     """Data, the mask chained behind it and a message, in a new grant for every hundred, under a thread that polls all
     masks and data. Neither descriptors nor memory grow."""
     slots, size = 100, 256
@@ -60,7 +61,7 @@ async def test_10_000_transfers_show_no_mask_before_its_data_and_leave_nothing_b
 
     def poll() -> None:
         nonlocal looks
-        while not finished.wait(0.001):  # leaves most of the only CPU to the writes
+        while not finished.wait(0.003):  # leaves most of the only CPU to the writes
             generations = masks.copy()  # before the data, which may only be newer
             early.extend(np.flatnonzero(data.min(axis=1) < generations).tolist())
             looks += 1
@@ -148,7 +149,7 @@ def test_the_device_refuses_what_the_sender_should_not_have_sent(what: str, kind
         else:
             token = grant.token
             await pair.right.fabric.revoke(grant)
-            pair.left.endpoint._revoked.clear()
+            pair.left.endpoint._revocations.revoked.clear()
         submit, write = getattr(pair.left.endpoint, kind), pair.left.endpoint.write
 
         def good(number: int):
@@ -202,9 +203,9 @@ async def test_a_lane_that_fails_again_and_again_loses_and_repeats_nothing(pair:
             operations.append(near.endpoint.send(Lane.URGENT, bytes([number]) * 5000))
     for number, done in enumerate(asyncio.as_completed([operation.done for operation in operations]), 1):
         await done
-        if number % 60 == 0 and number <= 360:
-            side, lane = sides[number // 60 % 2], Lane(number // 120 % 2)
-            if side.endpoint._recoveries[lane].phase is Phase.LIVE:
+        if number % 20 == 0:
+            side, lane = sides[number // 20 % 2], Lane(number // 40 % 2)
+            if side.endpoint._recoveries[lane].phase is Phase.LIVE:  # a queue pair in RESET can't fail
                 side.fabric.device.fail(side.endpoint._lanes[lane].qp)
     for near, far in (sides, sides[::-1]):
         source, _, target, _, back, _ = memory[near is pair.left]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from kvd.fabric.verbs.device import SEND_DEPTH
 from kvd.fabric.verbs.lane import SLOT_BYTES, SLOTS, Pace, VerbsLane
 from kvd.fabric.verbs.operation import VerbsOperation
 from kvd.fabric.verbs.recovery import Recovery
+from kvd.fabric.verbs.revocation import Revocations
 from kvd.fabric.verbs.totals import Totals
 from kvd.fabric.verbs.wire import (
     VERSION,
@@ -48,8 +48,6 @@ NOTE_S = 0.01
 """The peer learns of bytes placed in its memory after so many, or after so long."""
 FAREWELL_S = 1.0
 """How long a closing endpoint tries to say so to its peer."""
-REVOKED_KEPT = 1 << 16
-"""Revoked grants of the peer that are remembered. An access by an older one is refused by the peer's device."""
 
 
 class VerbsEndpoint(Endpoint):
@@ -65,8 +63,6 @@ class VerbsEndpoint(Endpoint):
         self._on_message: Callable[[Lane, bytes], None] | None = None
         self._early: list[tuple[VerbsLane, Kind, bytes]] = []
         self._parts: dict[Lane, list[bytes]] = {lane: [] for lane in Lane}
-        self._revoked: OrderedDict[bytes, None] = OrderedDict()
-        self._revoking: dict[bytes, asyncio.Future[None]] = {}
         self._key = b""
         self._bringup: Bringup | None = None
         self._recoveries: dict[Lane, Recovery] = {}
@@ -83,6 +79,7 @@ class VerbsEndpoint(Endpoint):
         depth = len(Lane) * (SEND_DEPTH + 2 * SLOTS)
         self._completions = Completions(loop, device.context, depth, self._complete, self._on_batch, self._break)
         self._lanes: dict[Lane, VerbsLane] = {}
+        self._revocations = Revocations(loop, self._lanes, self._schedule, self._count, self._totals.refuse)
         try:
             for lane in Lane:
                 self._lanes[lane] = VerbsLane(
@@ -187,7 +184,7 @@ class VerbsEndpoint(Endpoint):
         """The peer's device checks as well, but what it refuses breaks the connection."""
         if token is None:
             return Refusal.UNKNOWN_TOKEN
-        if token.id in self._revoked:
+        if token.id in self._revocations.revoked:
             return Refusal.REVOKED
         if operation.kind == "write" and not token.writable:
             return Refusal.NOT_WRITABLE
@@ -256,10 +253,13 @@ class VerbsEndpoint(Endpoint):
             reason = f"a {kind} failed with {reason}"
             if status in ib.REQUEST_ERRORS and data and isinstance(what, VerbsOperation):
                 what.fail(self._request_error(what, reason, status))
+                if status == ib.REMOTE_ACCESS and what.token is not None:
+                    self._revocations.refuse(what.token.id)
             elif status in ib.REQUEST_ERRORS or status == ib.FATAL:
                 self._break(reason, status)
                 return
         if self.ended:  # while it says goodbye
+            self._tell_peer(Gone(self.ended))
             self._destroy()
             return
         self._recoveries[lane.lane].failed(reason, status)
@@ -267,7 +267,6 @@ class VerbsEndpoint(Endpoint):
     def _request_error(self, operation: VerbsOperation, reason: str, status: int) -> KvdError:
         error: KvdError
         if status == ib.REMOTE_ACCESS:
-            self._totals.refused += 1
             error = access_error(operation.kind, Refusal.REVOKED, operation.low, operation.high)
         else:
             error = FabricError(f"{reason}; report it, since kvd should not have posted it")
@@ -313,9 +312,9 @@ class VerbsEndpoint(Endpoint):
         elif header.kind is not Kind.STATE:
             self._taken(lane)
             if header.kind is Kind.REVOKE:
-                self._obey(body)
-            elif (waiter := self._revoking.pop(body, None)) and not waiter.done():
-                waiter.set_result(None)
+                self._revocations.obey(body)
+            else:
+                self._revocations.answered(body)
 
     def _taken(self, lane: VerbsLane) -> None:
         lane.consumed += 1
@@ -371,43 +370,11 @@ class VerbsEndpoint(Endpoint):
 
     def revoke(self, grant_id: bytes) -> asyncio.Future[None]:
         """Tell the peer; the future is done when it uses the grant no more, or when the endpoint has ended."""
-        future: asyncio.Future[None] = self.loop.create_future()
         if self._destroyed or not self._connected:
+            future: asyncio.Future[None] = self.loop.create_future()
             future.set_result(None)
             return future
-        self._revoking[grant_id] = future
-        self._lanes[Lane.URGENT].controls.append((Kind.REVOKE, grant_id))
-        self._schedule()
-        return future
-
-    def _obey(self, grant_id: bytes) -> None:
-        self._revoked[grant_id] = None
-        if len(self._revoked) > REVOKED_KEPT:
-            self._revoked.popitem(last=False)
-        waiting: set[VerbsOperation] = set()
-
-        def ended(operation: VerbsOperation) -> None:
-            self._count(operation)
-            waiting.discard(operation)
-            if not waiting and not self.ended:
-                self._lanes[Lane.URGENT].controls.append((Kind.REVOKED, grant_id))
-                self._schedule()
-
-        concerned = {
-            operation
-            for lane in self._lanes.values()
-            for operation in lane.live()
-            if operation.token is not None and operation.token.id == grant_id
-        }
-        for operation in concerned:
-            operation.fail(access_error(operation.kind, Refusal.REVOKED, operation.low, operation.high))
-            if not operation.settled:
-                waiting.add(operation)
-                operation.on_end = ended
-        self._totals.refused += len(concerned)
-        if not waiting:
-            self._lanes[Lane.URGENT].controls.append((Kind.REVOKED, grant_id))
-            self._schedule()
+        return self._revocations.ask(grant_id)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -416,7 +383,7 @@ class VerbsEndpoint(Endpoint):
             return
         self.ended = "this side closed it"
         if not self._connected or not self._lanes[Lane.URGENT].up:
-            self._tell_peer(Gone("it was closed"))
+            self._tell_peer(Gone(self.ended))
             self._destroy()
             return
         self._lanes[Lane.URGENT].bye = Kind.BYE
@@ -465,10 +432,7 @@ class VerbsEndpoint(Endpoint):
         reason = closed_error(self.ended)
         for operation in left:
             operation.settle(operation.error or reason)
-        for future in self._revoking.values():
-            if not future.done():
-                future.set_result(None)
-        self._revoking.clear()
+        self._revocations.end()
         if self._lost:
             self.loop.call_soon(self.on_lost, error or reason)  # after the operations' own callbacks
         self._closed.set()

@@ -27,12 +27,11 @@ from kvd.fabric.verbs.device import Device
 from kvd.fabric.verbs.lane import VerbsLane
 from kvd.fabric.verbs.wire import Hello, Rebuild, Rebuilt
 from kvd.types import Lane
+from kvd.wire.hello import MAX_REASON, printable
 
 PATIENCE_S = 5.0
 """How long a lane may fail without anything getting through before its connection is given up. The session's own
 heartbeat, over its control connection, may end it earlier."""
-
-
 AGAIN_S = 0.5
 """After this long, a peer whose address the system could not resolve is tried again. Each try may hold the event loop
 for as long as the kernel waits for the answer, about a second."""
@@ -85,15 +84,16 @@ class Recovery:
 
     def progress(self) -> None:
         """A request was completed: whatever was wrong is over."""
-        self._since = None
+        if self.phase is Phase.LIVE:
+            self._since = None
+            self._reason, self._status = "", ib.FLUSHED
 
     def failed(self, reason: str, status: int) -> None:
-        """A request came back with ``status``. The first says why; what is flushed after it, or before it on the other
-        queue, says nothing."""
-        down = self.phase in (Phase.DRAINING, Phase.RESET)
-        if not down or (self._status == ib.FLUSHED and status != ib.FLUSHED):
+        """A request came back with ``status``. The first one since the last progress says why; what is flushed after
+        it, or before it on the other queue, says nothing."""
+        if not self._reason or (self._status == ib.FLUSHED and status != ib.FLUSHED):
             self._reason, self._status = reason, status
-        if not down:
+        if self.phase in (Phase.LIVE, Phase.READY):
             self._begin()
         self._step()
 
@@ -101,7 +101,8 @@ class Recovery:
         """Raises :class:`ProtocolError` for what can't come now."""
         if isinstance(message, Rebuild):
             if message.epoch == self.epoch + 1 and self.phase in (Phase.LIVE, Phase.READY):
-                self._reason, self._status = "the peer's queue pair failed", ib.FLUSHED
+                if self._status == ib.FLUSHED:
+                    self._reason = f"the peer's queue pair failed: {printable(message.reason)}"
                 self._begin()
             elif message.epoch != self.epoch or self.phase in (Phase.LIVE, Phase.READY) or self._theirs is not None:
                 raise self._unexpected(message)
@@ -151,7 +152,7 @@ class Recovery:
         self._device.reset(self._lane.qp)
         self.phase = Phase.RESET
         self._psn = secrets.randbits(24)
-        self._tell(Rebuild(int(self._lane.lane), self.epoch, self._psn, self._lane.received))
+        self._tell(Rebuild(int(self._lane.lane), self.epoch, self._psn, self._lane.received, self._reason[:MAX_REASON]))
 
     def _build(self) -> None:
         theirs, lane = self._theirs, self._lane

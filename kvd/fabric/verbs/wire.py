@@ -67,6 +67,8 @@ class Rebuild(msgspec.Struct, array_like=True, frozen=True, tag="rebuild"):
     psn: int
     received: int
     """Frames with a credit that came on this lane in all: those after them must be sent again."""
+    reason: str
+    """What this side knows of why."""
 
 
 class Rebuilt(msgspec.Struct, array_like=True, frozen=True, tag="rebuilt"):
