@@ -530,6 +530,59 @@ async def test_a_stopped_peer_is_lost_after_the_timeout():
     await b.close()
 
 
+class TellingFabric(OneSidedFabric):
+    """Tells its peer things after the bring-up, as verbs does."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = asyncio.Queue()
+
+    async def connect(self, bringup):
+        self.bringup = bringup
+        assert await bringup.exchange(b"hello") == b"hello"
+        return QuietEndpoint()
+
+    def told(self, blob):
+        if blob == b"wrong":
+            raise ProtocolError("the peer's fabric told nonsense; run the same release at both ends")
+        self.heard.put_nowait(blob)
+
+
+@both_loops
+async def test_fabrics_tell_each_other_things_after_the_bringup(start):
+    """In order, those first that came before the other side listened; nonsense ends the session."""
+    b = await start("b", fabrics=[TellingFabric()])
+    a = await start("a", fabrics=[TellingFabric()])
+    at_a = await a.peers.session("b")
+    for n in range(10):
+        a.fabric.bringup.tell(bytes([n]))
+    at_a.send(Delivered(transfer=0))
+    at_b, _ = await b.messages.get()
+    b.fabric.bringup.listen(b.fabric.told)
+    a.fabric.bringup.listen(a.fabric.told)
+    for n in range(10, 50):
+        a.fabric.bringup.tell(bytes([n]))
+    b.fabric.bringup.tell(b"back")
+    assert [await b.fabric.heard.get() for _ in range(50)] == [bytes([n]) for n in range(50)]
+    assert await a.fabric.heard.get() == b"back"
+    a.fabric.bringup.tell(b"wrong")
+    await lost(b, at_b, ProtocolError)
+    await lost(a, at_a, PeerLost)
+    a.fabric.bringup.tell(b"late")  # nobody is there
+
+
+@both_loops
+async def test_more_than_a_fabric_may_tell_an_inattentive_peer_ends_the_session(start):
+    b = await start("b", fabrics=[TellingFabric()])
+    a = await start("a", fabrics=[TellingFabric()])
+    at_a = await a.peers.session("b")
+    at_a.send(Delivered(transfer=0))
+    at_b, _ = await b.messages.get()
+    for _ in range(20):
+        a.fabric.bringup.tell(b"more")
+    await lost(b, at_b, ProtocolError)
+
+
 @both_loops
 async def test_traffic_of_the_fabric_is_a_sign_of_life():
     b, puppet, session = await puppet_pair(heartbeat_s=0.01, timeout_s=0.03)
