@@ -165,13 +165,14 @@ def _build_kernel(into: Path) -> None:
 
 
 def _kernel_package(folder: Path) -> Path:
-    depends = subprocess.run(["apt-cache", "depends", "linux-image-amd64"], check=True, text=True, capture_output=True)
+    depends = subprocess.run(["apt-cache", "depends", "linux-image-amd64"], check=False, text=True, capture_output=True)
     package = next((line.split()[-1] for line in depends.stdout.splitlines() if "Depends:" in line), None)
     if package is None:
         raise Missing("apt knows no linux-image-amd64; run apt-get update")
     folder.mkdir(exist_ok=True)
     if not list(folder.glob(f"{package}_*.deb")):
-        subprocess.run(["apt-get", "download", "-q", package], check=True, cwd=folder)
+        if subprocess.run(["apt-get", "download", "-qq", package], check=False, cwd=folder).returncode:
+            raise Missing(f"apt-get can't download {package}; run apt-get update")
     return max(folder.glob(f"{package}_*.deb"))
 
 
