@@ -170,9 +170,9 @@ def _kernel_package(folder: Path) -> Path:
     if package is None:
         raise Missing("apt knows no linux-image-amd64; run apt-get update")
     folder.mkdir(exist_ok=True)
-    if not list(folder.glob(f"{package}_*.deb")):
-        if subprocess.run(["apt-get", "download", "-qq", package], check=False, cwd=folder).returncode:
-            raise Missing(f"apt-get can't download {package}; run apt-get update")
+    command = ["apt-get", "download", "-qq", package]
+    if not list(folder.glob(f"{package}_*.deb")) and subprocess.run(command, check=False, cwd=folder).returncode:
+        raise Missing(f"apt-get can't download {package}; run apt-get update")
     return max(folder.glob(f"{package}_*.deb"))
 
 
