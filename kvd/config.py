@@ -132,9 +132,11 @@ class Profile(_Section, frozen=True, kw_only=True):
 
 class Fabric(_Section, frozen=True, kw_only=True):
     name: str = "tcp"
-    """``tcp``; ``verbs`` for RDMA; ``auto`` for verbs where this host has a device, else tcp."""
+    """``tcp``; ``verbs`` for RDMA; ``auto`` for verbs with the peers that have it, where this host has a device, else
+    tcp."""
     device: str = ""
-    """The RDMA device of ``verbs``. Empty: the first that has an active port."""
+    """The RDMA device of ``verbs``. Empty: of those that have an active port, the one nearest to the process's CPUs,
+    then to a GPU."""
     port: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     """The RDMA device's port."""
     gid_index: Annotated[int, msgspec.Meta(ge=-1, le=65535)] = -1

@@ -127,7 +127,7 @@ class Daemon:
         self._started = time.monotonic()
         self._local: Session | None = None
         self._local_lock = asyncio.Lock()
-        self._fabric: Fabric = choice.choose(
+        self._fabrics: list[Fabric] = choice.choose(
             config.fabric.name,
             rate=float(config.fabric.rate),
             device=config.fabric.device,
@@ -142,7 +142,7 @@ class Daemon:
             config.memory.pool,
             config.memory.arena,
             config.memory.huge_pages,
-            [self._fabric, self._loopback],
+            [*self._fabrics, self._loopback],
             client_limit=config.memory.client_limit,
         )
         self._devices = {name: self._make_device(name, npu) for name, npu in config.npu.items()}
@@ -178,11 +178,10 @@ class Daemon:
             node=self.node,
             boot=self.boot,
             config=_peers_config(config),
-            fabric=self._fabric,
+            fabrics=self._fabrics,
             fingerprint={
                 "wire": WIRE_VERSION,
                 "layout": LAYOUT_VERSION,
-                "fabric": self._fabric.name,
                 "checksums": "on" if config.security.checksums else "off",
             },
             on_message=self._peer_message,
@@ -223,13 +222,21 @@ class Daemon:
             channels=npu.channels,
             channel_bytes=nbytes,
             alignment=npu.alignment,
-            fabrics=[self._fabric, self._loopback],
+            fabrics=[*self._fabrics, self._loopback],
         )
 
     @property
     def unfinished(self) -> int:
         """Parts of transfers that have not ended."""
         return self._engine.core.unfinished
+
+    @property
+    def _offered(self) -> str:
+        return ", ".join(fabric.name for fabric in self._fabrics)
+
+    @property
+    def _details(self) -> str:
+        return ", ".join(fabric.details for fabric in self._fabrics if fabric.details)
 
     @property
     def listening(self) -> str:
@@ -254,8 +261,8 @@ class Daemon:
             boot=self.boot,
             socket=self.config.api.socket,
             listen=self.listening,
-            fabric=self._fabric.name,
-            **({"device": self._fabric.details} if self._fabric.details else {}),
+            fabric=self._offered,
+            **({"device": self._details} if self._details else {}),
             kernels=kernels,
             pid=os.getpid(),
         )
@@ -296,7 +303,8 @@ class Daemon:
             await asyncio.wait_for(self._peers.close(), FAREWELL_S)
         except TimeoutError:
             log.warning("peers did not take the last messages", seconds=FAREWELL_S)
-        await self._fabric.close()
+        for fabric in self._fabrics:
+            await fabric.close()
         await self._loopback.close()
         await self._engine.close()
         for device in self._devices.values():
@@ -364,7 +372,7 @@ class Daemon:
         counters["bytes_received"] = self._engine.bytes_received
         learner = self._profiles.learner
         counters |= learner.counters if learner is not None else {}
-        counters["checksum_errors"] = self._fabric.checksum_errors
+        counters["checksum_errors"] = sum(fabric.checksum_errors for fabric in self._fabrics)
         return api.Status(
             node=self.node,
             boot=self.boot,
@@ -373,7 +381,8 @@ class Daemon:
             uptime_s=time.monotonic() - self._started,
             health="degraded" if reasons else "ok",
             reasons=reasons,
-            fabric=self._fabric.name,
+            fabric=self._offered,
+            device=self._details,
             kernels=kvd_kernels.implementation(),
             listen=self.listening,
             socket=self.config.api.socket,

@@ -418,6 +418,7 @@ class Status(Message, tag="status"):
     """``ok`` or ``degraded``; :attr:`reasons` says why."""
     reasons: list[str]
     fabric: str
+    """Names of what is offered to peers, by preference, with commas; :attr:`PeerStatus.fabric` has what is used."""
     kernels: str
     listen: str
     socket: str
@@ -431,6 +432,8 @@ class Status(Message, tag="status"):
     recordings: list[RecordingStatus] = []
     learnt: list[LearntStatus] = []
     devices: list[DeviceStatus] = []
+    device: str = ""
+    """What the fabrics run on: device, port, address, MTU. Empty where that is the system's network."""
 
 
 Request = (

@@ -100,6 +100,8 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield f"  listen   {found.listen}"
     yield f"  socket   {found.socket}  ({found.clients} client{'s' * (found.clients != 1)})"
     yield f"  fabric   {found.fabric}, kernels {found.kernels}"
+    if found.device:
+        yield f"  device   {found.device}"
     yield from _field("memory", _memory(found.memory), width)
     yield from _field("sent", _by_path(found.counters, "bytes_sent_"), width)
     yield ""
@@ -137,10 +139,11 @@ def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
     if not peers:
         yield "no peers"
         return
-    rows = [("PEER", "STATE", "ADDRESS", "SENT", "RECEIVED")]
+    rows = [("PEER", "STATE", "FABRIC", "ADDRESS", "SENT", "RECEIVED")]
     for peer in peers:
-        rows.append((peer.node, peer.state, peer.address, about(peer.bytes_sent), about(peer.bytes_received)))
-    table = columns(rows, right=(3, 4), give=(0, 2), width=width)
+        traffic = about(peer.bytes_sent), about(peer.bytes_received)
+        rows.append((peer.node, peer.state, peer.fabric or "-", peer.address, *traffic))
+    table = columns(rows, right=(4, 5), give=(0, 3), width=width)
     yield table[0]
     for peer, line in zip(peers, table[1:], strict=True):
         yield line

@@ -128,6 +128,14 @@ class Bringup(Protocol):
     async def exchange(self, blob: bytes) -> bytes:
         """Send up to 4 KiB to the peer's fabric and return what it sent. Both sides call this equally often."""
 
+    def tell(self, blob: bytes) -> None:
+        """Send up to 4 KiB outside the fabric's own connection, after the last :meth:`exchange`: in order, and for as
+        long as the session lives; nothing happens when it has ended."""
+
+    def listen(self, told: Callable[[bytes], None]) -> None:
+        """From now on, ``told`` gets what the peer's fabric tells, from the event loop; what came before comes first.
+        A :class:`~kvd.errors.KvdError` that it raises ends the session."""
+
 
 class Endpoint(abc.ABC):
     """A connection to one peer. Both sides are equal: either may write, read and send."""

@@ -1,4 +1,4 @@
-"""Which fabric a daemon uses: the one that its configuration names, or for ``auto`` the best that the host offers."""
+"""Which fabrics a daemon offers its peers: the one that its configuration names, or for ``auto`` all that work here."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def choose(
     level: str = "plain",
     checksums: bool = True,
     log: Log,
-) -> Fabric:
-    """Make the fabric ``name``; ``device``, ``port`` and ``gid_index`` are for verbs, ``level`` and ``checksums`` for
-    tcp.
+) -> list[Fabric]:
+    """Make the fabrics of ``name``, the preferred one first; ``device``, ``port`` and ``gid_index`` are for verbs,
+    ``level`` and ``checksums`` for tcp.
 
-    ``auto`` takes verbs, or tcp with one line in the log that says why. Any other name is taken at its word: ``verbs``
-    raises :class:`~kvd.errors.FabricError` without a usable device (:class:`~kvd.errors.ConfigError` without pyverbs),
-    and ``tcp`` opens no device.
+    ``auto`` offers verbs and tcp, for peers without RDMA, or tcp alone with one line in the log that says why. Any
+    other name is taken at its word: ``verbs`` raises :class:`~kvd.errors.FabricError` without a usable device
+    (:class:`~kvd.errors.ConfigError` without pyverbs), and ``tcp`` opens no device.
     """
     verbs = {"device": device, "port": port, "gid_index": gid_index}
     tcp = {"level": level, "checksums": checksums}
     if name == "auto":
+        always = registry.create("tcp", rate=rate, **tcp)
         try:
-            return registry.create("verbs", rate=rate, **verbs)
+            return [registry.create("verbs", rate=rate, **verbs), always]
         except (ConfigError, FabricError) as error:
             log.info("fabric auto: tcp, since verbs can't be used", reason=error.message)
-            return registry.create("tcp", rate=rate, **tcp)
-    return registry.create(name, rate=rate, **{"verbs": verbs, "tcp": tcp}.get(name, {}))
+            return [always]
+    return [registry.create(name, rate=rate, **{"verbs": verbs, "tcp": tcp}.get(name, {}))]

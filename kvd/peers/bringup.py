@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from kvd.errors import KvdError, PeerLost, PeerUnreachable
@@ -37,6 +37,12 @@ class SessionBringup:
 
     async def exchange(self, blob: bytes) -> bytes:
         return await self._link.exchange(blob)
+
+    def tell(self, blob: bytes) -> None:
+        self._link.tell(blob)
+
+    def listen(self, told: Callable[[bytes], None]) -> None:
+        self._link.listen(told)
 
 
 class Incoming:

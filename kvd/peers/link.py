@@ -71,6 +71,7 @@ class ControlLink(asyncio.Protocol):
         self._early: list[PeerMessage] = []
         self._early_bytes = 0
         self._blobs: asyncio.Queue[bytes] = asyncio.Queue(MAX_BLOBS)
+        self._told: Callable[[bytes], None] | None = None
         self.error: KvdError | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done as soon as ``error`` is set."""
@@ -112,6 +113,17 @@ class ControlLink(asyncio.Protocol):
             get.cancel()
         assert self.error is not None
         raise self.error
+
+    def tell(self, blob: bytes) -> None:
+        """As :meth:`kvd.fabric.base.Bringup.tell`."""
+        if self.error is None:
+            self._write(framing.encode(FabricBlob(blob=blob)))
+
+    def listen(self, told: Callable[[bytes], None]) -> None:
+        """As :meth:`kvd.fabric.base.Bringup.listen`."""
+        self._told = told
+        while not self._blobs.empty():
+            self._loop.call_soon(self._tell_fabric, self._blobs.get_nowait())
 
     def end(self, error: KvdError, *, tell: bool) -> None:
         """End the session for ``error``; ``tell``: say so to the peer. Does nothing the second time."""
@@ -200,7 +212,10 @@ class ControlLink(asyncio.Protocol):
         elif isinstance(message, FabricBlob):
             if len(message.blob) > MAX_BLOB or self._blobs.full():
                 raise ProtocolError(f"node {self._peer} exchanges more for its fabric than is allowed")
-            self._blobs.put_nowait(message.blob)
+            if self._told is None:
+                self._blobs.put_nowait(message.blob)
+            else:
+                self._loop.call_soon(self._tell_fabric, message.blob)
         elif self._deliver is not None:
             self._guarded(message)
         else:
@@ -208,6 +223,16 @@ class ControlLink(asyncio.Protocol):
             if self._early_bytes > EARLY_LIMIT:
                 raise ProtocolError(f"node {self._peer} sent over {EARLY_LIMIT} bytes while still connecting")
             self._early.append(message)
+
+    def _tell_fabric(self, blob: bytes) -> None:
+        if self.error is not None:
+            return
+        assert self._told is not None
+        try:
+            self._told(blob)
+        except KvdError as error:
+            self._log.warning("peer's fabric refused", peer=self._peer, reason=error.message)
+            self.end(error, tell=True)
 
     def _guarded(self, message: PeerMessage) -> None:
         """Deliver; what a handler raises ends this session and nothing else."""

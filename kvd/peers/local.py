@@ -39,6 +39,12 @@ class _Bringup:
         self._outbox.put_nowait(blob)
         return await self._inbox.get()
 
+    def tell(self, blob: bytes) -> None:
+        """The loopback fabric, which alone is connected this way, has nothing to tell."""
+
+    def listen(self, told: Callable[[bytes], None]) -> None:
+        """And so there is nothing to hear."""
+
 
 class LocalSession:
     """One of the two ends. Messages arrive at the other end in order, on the next turn of the loop."""

@@ -70,6 +70,9 @@ class PeersConfig:
 class Peers:
     """Sessions with other nodes.
 
+    ``fabrics`` are offered in this order of preference; the two sides of a session agree on the first one of the
+    dialler's that the other side has, too.
+
     A pair of nodes can have two sessions, one dialled by each; both work. A node that dials again replaces the
     session that it dialled before; one that comes back with a new boot id ends all of its old sessions.
 
@@ -84,7 +87,7 @@ class Peers:
         node: NodeId,
         boot: str,
         config: PeersConfig,
-        fabric: Fabric,
+        fabrics: Sequence[Fabric],
         fingerprint: Mapping[str, str | int],
         on_message: Callable[[PeerSession, PeerMessage], None],
         on_fabric_message: Callable[[PeerSession, Lane, bytes], None],
@@ -92,10 +95,10 @@ class Peers:
         log: Log | None = None,
     ) -> None:
         self.node, self.boot = node, boot
-        self._config, self._fabric = config, fabric
+        self._config = config
+        self._fabrics = {fabric.name: fabric for fabric in fabrics}
         self._fingerprint = {**fingerprint, "security": config.level}
         self._log: Log = log if log is not None else structlog.get_logger("kvd.peers")
-        self._lanes = fabric.capabilities.lanes_need_streams
         self._on_message, self._on_fabric_message, self._on_lost = on_message, on_fabric_message, on_lost
         self._identity = self._introduce(config.advertise)
         self._listener: Listener | None = None
@@ -105,7 +108,7 @@ class Peers:
         self._incoming: dict[bytes, Incoming] = {}
         self._links: set[ControlLink] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        self._records = Records(config.peers, fabric.name)
+        self._records = Records(config.peers)
         self._closed = False
 
     @property
@@ -256,7 +259,7 @@ class Peers:
                 opened.remove(control)
                 link = await self._open_link(peer, control, dialled=True)
                 streams: dict[Lane, socket.socket] = {}
-                for lane in self._lanes:
+                for lane in self._lanes(peer.fabric):
                     streams[lane] = await sockets.connect(family, remote)
                     opened.append(streams[lane])
                     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -331,9 +334,14 @@ class Peers:
 
     def _find_lane(self, session: bytes, lane: Lane) -> bytes | None:
         incoming = self._incoming.get(session)
-        if incoming is None or lane not in self._lanes or lane in incoming.streams:
+        if incoming is None or lane not in self._lanes(incoming.machine.fabric) or lane in incoming.streams:
             return None
         return incoming.machine.lane_key
+
+    def _lanes(self, fabric: str) -> tuple[Lane, ...]:
+        """Lanes for which the fabric that the two sides agreed on needs a stream."""
+        found = self._fabrics.get(fabric)
+        return found.capabilities.lanes_need_streams if found else ()
 
     def _lane_came(self, lane: LaneEstablished, stream: socket.socket, source: str) -> None:
         incoming = self._incoming.get(lane.session)
@@ -342,13 +350,13 @@ class Peers:
             self._log.warning("connection of a peer refused", source=source, reason="its session is gone")
             return
         incoming.streams[lane.lane] = stream
-        if len(incoming.streams) == len(self._lanes):
+        if len(incoming.streams) == len(self._lanes(incoming.machine.fabric)):
             incoming.arrived.set()
 
     async def _join_incoming(
         self, peer: Established, link: ControlLink, incoming: Incoming, source: str
     ) -> PeerSession:
-        if self._lanes:
+        if self._lanes(peer.fabric):
             await incoming.arrived.wait()
         streams, incoming.streams = incoming.streams, {}
         return await self._join(peer, link, streams, address=peer.address or source, dialled=False)
@@ -386,7 +394,8 @@ class Peers:
         """Connect the fabric and bring the session to life."""
         try:
             secret = peer.lane_key if peer.authenticated else b""
-            endpoint = await self._fabric.connect(SessionBringup(link, streams, secret=secret, dialled=dialled))
+            fabric = self._fabrics[peer.fabric]
+            endpoint = await fabric.connect(SessionBringup(link, streams, secret=secret, dialled=dialled))
         except BaseException:
             for stream in streams.values():
                 stream.close()
@@ -399,7 +408,7 @@ class Peers:
             peer,
             link,
             endpoint,
-            fabric=self._fabric,
+            fabric=self._fabrics[peer.fabric],
             address=address,
             dialled=dialled,
             on_message=self._on_message,
@@ -418,7 +427,14 @@ class Peers:
                 )
         self._sessions.setdefault(session.node, []).append(session)
         self._records.connected(session)
-        self._log.info("peer connected", peer=session.node, boot=session.boot, address=address, dialled=dialled)
+        self._log.info(
+            "peer connected",
+            peer=session.node,
+            boot=session.boot,
+            address=address,
+            dialled=dialled,
+            fabric=session.fabric.name,
+        )
         session.start()
         return session
 
@@ -460,7 +476,7 @@ class Peers:
             boot=self.boot,
             address=address,
             fingerprint=self._fingerprint,
-            fabrics=(self._fabric.name,),
+            fabrics=tuple(self._fabrics),
             keys=tuple(self._config.keys),
         )
 

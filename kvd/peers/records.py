@@ -27,9 +27,8 @@ class _Record:
 class Records:
     """One record a node, the configured ones from the start."""
 
-    def __init__(self, addresses: Mapping[NodeId, str], fabric: str) -> None:
+    def __init__(self, addresses: Mapping[NodeId, str]) -> None:
         self._configured = frozenset(addresses)
-        self._fabric = fabric
         self._records = {node: _Record(address) for node, address in addresses.items()}
 
     def connected(self, session: PeerSession) -> None:
@@ -76,7 +75,7 @@ class Records:
             address=live.address if live else record.address,
             state="connected" if live else "connecting" if connecting else "down",
             boot=live.boot if live else record.boot,
-            fabric=self._fabric if live else "",
+            fabric=live.fabric.name if live else "",
             bytes_sent=record.bytes_sent + sum(s.endpoint.counters.bytes_sent for s in sessions),
             bytes_received=record.bytes_received + sum(s.endpoint.counters.bytes_received for s in sessions),
             error="" if live else error,

@@ -391,6 +391,8 @@ class Acceptor(Handshake):
         self._authenticated = False
         self.lane_key: bytes | None = None
         """Set as soon as the dialler has proven itself: its lanes may come before its :class:`Ready`."""
+        self.fabric = ""
+        """What the two sides have agreed on; set as ``lane_key`` is."""
 
     def _check_version(self, version: int) -> None:
         compare_versions(version, WIRE_VERSION)
@@ -431,8 +433,8 @@ class Acceptor(Handshake):
         if not proven:
             raise auth.failure(self._us, self._them)
         compare_fingerprints(self._identity, hello)
-        fabric = next(name for name in hello.fabrics if name in self._identity.fabrics)
-        self._welcome = Welcome(fabric=fabric, session=self._session, token=b"" if key else self._token)
+        self.fabric = next(name for name in hello.fabrics if name in self._identity.fabrics)
+        self._welcome = Welcome(fabric=self.fabric, session=self._session, token=b"" if key else self._token)
         self._send(self._welcome)
         self._send(Proof(proof=auth.prove(key, auth.ACCEPTOR, self._digest.digest()) if key else b""))
         self._authenticated = key is not None

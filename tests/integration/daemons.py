@@ -11,13 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from kvd_client import Client, KVSpec
 
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 120.0
+"""For a busy machine, and for an emulated one: only a daemon that hangs is waited for so long."""
 
 
 class DaemonProcess:
@@ -61,14 +62,7 @@ class DaemonProcess:
             os.unlink(address)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, open(self.log, "ab") as log:
             ready.bind(address)
-            self.process = subprocess.Popen(
-                [*self._prefix, sys.executable, "-m", "kvd", "serve", "--config", str(self.folder / "kvd.toml")],
-                env={**os.environ, "NOTIFY_SOCKET": address},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self.process = self._spawn(str(self.folder / "kvd.toml"), address, log)
             pidfd = os.pidfd_open(self.process.pid)
             try:
                 seen, _, _ = select.select([ready, pidfd], [], [], READY_TIMEOUT_S)
@@ -77,6 +71,16 @@ class DaemonProcess:
             finally:
                 os.close(pidfd)
         return self
+
+    def _spawn(self, config: str, notify: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self._prefix, sys.executable, "-m", "kvd", "serve", "--config", config],
+            env={**os.environ, "NOTIFY_SOCKET": notify},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:

@@ -32,6 +32,7 @@ from kvd.errors import (
     ProtocolError,
     ShuttingDown,
 )
+from kvd.fabric.loopback import LoopbackFabric
 from kvd.fabric.tcp import TcpFabric
 from kvd.peers import Peers, PeersConfig, sockets
 from kvd.types import Lane
@@ -86,7 +87,7 @@ def starter(stack):
 class Node:
     """A daemon's peer sessions, with what its callbacks were told in queues."""
 
-    def __init__(self, name, *, boot=None, fingerprint=FINGERPRINT, **config):
+    def __init__(self, name, *, boot=None, fingerprint=FINGERPRINT, fabrics=None, **config):
         config = {"listen": "127.0.0.1:0", "keys": [KEY]} | config
         self.name, self.messages, self.notes, self.losses = (
             name,
@@ -94,12 +95,13 @@ class Node:
             asyncio.Queue(),
             asyncio.Queue(),
         )
-        self.fabric = TcpFabric()
+        self.fabrics = fabrics or [TcpFabric()]
+        self.fabric = self.fabrics[0]
         self.peers = Peers(
             node=name,
             boot=boot or f"{name}-{secrets.token_hex(4)}",
             config=PeersConfig(**config),
-            fabric=self.fabric,
+            fabrics=self.fabrics,
             fingerprint=fingerprint,
             on_message=lambda session, message: self.messages.put_nowait((session, message)),
             on_fabric_message=lambda session, lane, note: self.notes.put_nowait((session, lane, note)),
@@ -113,7 +115,8 @@ class Node:
 
     async def close(self):
         await self.peers.close()
-        await self.fabric.close()
+        for fabric in self.fabrics:
+            await fabric.close()
 
 
 class Logged:
@@ -193,6 +196,37 @@ async def test_messages_and_memory_cross_both_ways(start, keys):
     assert (status.node, status.state, status.boot, status.fabric) == ("b", "connected", b.peers.boot, "tcp")
     assert status.bytes_sent == len(data)
     assert b.peers.statuses()[0].bytes_received == len(data)
+
+
+@both_loops
+async def test_nodes_agree_on_a_fabric_that_both_have(start):
+    """Mixed clusters: whoever dials, a pair uses the first of the dialler's fabrics that the other one has, too."""
+    best = [LoopbackFabric, TcpFabric]  # loopback stands for what is better than tcp and needs no streams
+    kinds = {"rich": best, "plain": [TcpFabric], "other": best}
+    nodes = {name: await start(name, fabrics=[make() for make in made]) for name, made in kinds.items()}
+    expected = {("plain", "rich"): "tcp", ("other", "rich"): "loopback", ("other", "plain"): "tcp"}
+    for (dialler, acceptor), fabric in expected.items():
+        a, b = nodes[dialler], nodes[acceptor]
+        at_a = await a.peers.session(acceptor)
+        at_a.send(Delivered(transfer=0))
+        at_b, _ = await b.messages.get()
+        assert at_a.fabric.name == at_b.fabric.name == fabric
+        data, room = bytearray(os.urandom(1000)), bytearray(1000)
+        here, there = at_a.fabric.register(memoryview(data)), at_b.fabric.register(memoryview(room))
+        grant = at_b.fabric.grant(there, 0, 1000)
+        await at_a.endpoint.write(Lane.BULK, here, grant.token, np.array([[0, 0, 1000]])).done
+        assert room == data
+    shown = {status.node: status.fabric for status in nodes["other"].peers.statuses()}
+    assert shown == {"rich": "loopback", "plain": "tcp"}
+
+
+@both_loops
+async def test_nodes_without_a_common_fabric_refuse_each_other(start):
+    await start("rich", fabrics=[LoopbackFabric()])
+    plain = await start("plain")
+    with pytest.raises(FingerprintMismatch, match="fabrics") as caught:
+        await plain.peers.session("rich")
+    assert caught.value.fields["differs"]["fabrics"] == {"rich": ["loopback"], "plain": ["tcp"]}
 
 
 @both_loops
@@ -462,9 +496,7 @@ class QuietEndpoint:
 
 
 async def puppet_pair(**config):
-    b = Node("b", **config)
-    b.peers._fabric = OneSidedFabric()
-    b.peers._lanes = ()
+    b = Node("b", fabrics=[OneSidedFabric()], **config)
     await b.peers.start()
     puppet = Puppet("a", b.address)
     await puppet.connect()
@@ -500,6 +532,59 @@ async def test_a_stopped_peer_is_lost_after_the_timeout():
     assert session.endpoint.closed.is_set()
     puppet.close()
     await b.close()
+
+
+class TellingFabric(OneSidedFabric):
+    """Tells its peer things after the bring-up, as verbs does."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = asyncio.Queue()
+
+    async def connect(self, bringup):
+        self.bringup = bringup
+        assert await bringup.exchange(b"hello") == b"hello"
+        return QuietEndpoint()
+
+    def told(self, blob):
+        if blob == b"wrong":
+            raise ProtocolError("the peer's fabric told nonsense; run the same release at both ends")
+        self.heard.put_nowait(blob)
+
+
+@both_loops
+async def test_fabrics_tell_each_other_things_after_the_bringup(start):
+    """In order, those first that came before the other side listened; nonsense ends the session."""
+    b = await start("b", fabrics=[TellingFabric()])
+    a = await start("a", fabrics=[TellingFabric()])
+    at_a = await a.peers.session("b")
+    for n in range(10):
+        a.fabric.bringup.tell(bytes([n]))
+    at_a.send(Delivered(transfer=0))
+    at_b, _ = await b.messages.get()
+    b.fabric.bringup.listen(b.fabric.told)
+    a.fabric.bringup.listen(a.fabric.told)
+    for n in range(10, 50):
+        a.fabric.bringup.tell(bytes([n]))
+    b.fabric.bringup.tell(b"back")
+    assert [await b.fabric.heard.get() for _ in range(50)] == [bytes([n]) for n in range(50)]
+    assert await a.fabric.heard.get() == b"back"
+    a.fabric.bringup.tell(b"wrong")
+    await lost(b, at_b, ProtocolError)
+    await lost(a, at_a, PeerLost)
+    a.fabric.bringup.tell(b"late")  # nobody is there
+
+
+@both_loops
+async def test_more_than_a_fabric_may_tell_an_inattentive_peer_ends_the_session(start):
+    b = await start("b", fabrics=[TellingFabric()])
+    a = await start("a", fabrics=[TellingFabric()])
+    at_a = await a.peers.session("b")
+    at_a.send(Delivered(transfer=0))
+    at_b, _ = await b.messages.get()
+    for _ in range(20):
+        a.fabric.bringup.tell(b"more")
+    await lost(b, at_b, ProtocolError)
 
 
 @both_loops

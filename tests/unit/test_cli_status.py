@@ -18,7 +18,7 @@ from kvd.cli.status import bar, columns, duration, filled, render, to_json
 from kvd.errors import DaemonUnreachable
 from kvd_client.protocol import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, Status, TransferStatus
 
-PEER = PeerStatus(node="b", address="10.0.0.2:7440", state="connected", bytes_sent=3 << 29)
+PEER = PeerStatus(node="b", address="10.0.0.2:7440", state="connected", fabric="verbs", bytes_sent=3 << 29)
 PART = TransferStatus(
     transfer=1,
     request="cmpl-7f3a",
@@ -39,7 +39,8 @@ STATUS = Status(
     uptime_s=3725.0,
     health="ok",
     reasons=[],
-    fabric="tcp",
+    fabric="verbs, tcp",
+    device="mlx5_0 port 1, GID 3 (::ffff:10.0.0.1), MTU 4096",
     kernels="avx2",
     listen="10.0.0.1:7440",
     socket="/run/kvd/kvd.sock",
@@ -58,12 +59,13 @@ def test_what_people_see() -> None:
         "  boot     0123456789abcdef\n"
         "  listen   10.0.0.1:7440\n"
         "  socket   /run/kvd/kvd.sock  (1 client)\n"
-        "  fabric   tcp, kernels avx2\n"
+        "  fabric   verbs, tcp, kernels avx2\n"
+        "  device   mlx5_0 port 1, GID 3 (::ffff:10.0.0.1), MTU 4096\n"
         "  memory   1.5 MiB in use by 2 leases, 256 MiB registered of 4.0 GiB,\n"
         "           small pages\n"
         "\n"
-        "PEER  STATE      ADDRESS           SENT  RECEIVED\n"
-        "b     connected  10.0.0.2:7440  1.5 GiB       0 B\n"
+        "PEER  STATE      FABRIC  ADDRESS           SENT  RECEIVED\n"
+        "b     connected  verbs   10.0.0.2:7440  1.5 GiB       0 B\n"
         "\n"
         "REQUEST    ROLE    PEER  STATE    PROGRESS            SIZE   AGE\n"
         "cmpl-7f3a  source  b     sending  [##........]  25%  200 B  1.3s"

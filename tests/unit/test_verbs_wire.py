@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import FabricError
+from kvd.errors import FabricError, ProtocolError
 from kvd.fabric.verbs import advice
 from kvd.fabric.verbs.wire import (
     HEADER,
     ID_BYTES,
     KEY_BYTES,
     VERSION,
+    Gone,
     Header,
     Hello,
     Kind,
+    Rebuild,
+    Rebuilt,
     Token,
     unpack_frame,
     unpack_hello,
     unpack_token,
+    unpack_told,
 )
 
 KEY = bytes(range(KEY_BYTES))
@@ -144,3 +151,81 @@ def test_registration_errors_name_limit_need_and_fix(monkeypatch: pytest.MonkeyP
     assert "memory.pool" in advice.registration_error("mlx5_0", 1, errno.ENOMEM, "x").message
     assert "nvidia-peermem" in advice.registration_error("mlx5_0", 1, errno.EFAULT, "x").message
     assert "kernel log" in advice.registration_error("mlx5_0", 1, errno.EIO, "x").message
+
+
+@pytest.mark.parametrize("message", [Rebuild(1, 3, 77, 12, "why"), Rebuilt(0, 1), Gone("it was closed")])
+def test_what_is_told(message: Rebuild | Rebuilt | Gone) -> None:
+    assert unpack_told(msgspec.msgpack.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message", [Rebuild(2, 3, 77, 12, ""), Rebuild(-1, 3, 77, 12, ""), Rebuilt(0, 0), Rebuilt(0, -1)]
+)
+def test_lanes_and_times_that_can_not_be_are_refused(message: Rebuild | Rebuilt) -> None:
+    with pytest.raises(ProtocolError, match="told of lane"):
+        unpack_told(msgspec.msgpack.encode(message))
+
+
+@given(st.binary(max_size=64))
+def test_foreign_bytes_told_are_an_error(blob: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        unpack_told(blob)
+
+
+def machine(folder: Path, devices: dict[str, tuple[str, int]], cpus: dict[int, int], gpus: dict[str, str]) -> Path:
+    """A /sys with RDMA devices (PCI path and NUMA node), CPUs on nodes, and GPUs (address and PCI path)."""
+    sys = folder / "sys"
+    (sys / "class/infiniband").mkdir(parents=True)
+    for name, (path, node) in devices.items():
+        device = sys / "devices" / path
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+        (sys / "class/infiniband" / name).mkdir()
+        (sys / "class/infiniband" / name / "device").symlink_to(device)
+    for cpu, node in cpus.items():
+        (sys / f"devices/system/cpu/cpu{cpu}/node{node}").mkdir(parents=True)
+    driver = sys / "bus/pci/drivers/nvidia"
+    driver.mkdir(parents=True)
+    for address, path in gpus.items():
+        (sys / "devices" / path).mkdir(parents=True)
+        (driver / address).symlink_to(sys / "devices" / path)
+    return sys
+
+
+NICS = {
+    "mlx5_0": ("pci0000:00/0000:00:01.0/0000:01:00.0", 0),
+    "mlx5_1": ("pci0000:80/0000:80:01.0/0000:81:00.0", 1),
+    "mlx5_2": ("pci0000:80/0000:80:02.0/0000:82:00.0", 1),
+    "rxe0": ("virtual/rxe0", -1),
+}
+
+
+def test_the_device_on_the_processs_numa_node_is_near(tmp_path: Path) -> None:
+    sys = machine(tmp_path, NICS, {0: 0, 1: 0, 2: 1, 3: 1}, {})
+    names = sorted(NICS)
+    assert advice.by_distance(names, sys, [2, 3]) == ["mlx5_1", "mlx5_2", "rxe0", "mlx5_0"]
+    assert advice.by_distance(names, sys, [0]) == ["mlx5_0", "rxe0", "mlx5_1", "mlx5_2"]
+    assert advice.by_distance(names, sys, [0, 3]) == names
+
+
+def test_of_those_the_one_behind_the_gpus_bridge_is_near(tmp_path: Path) -> None:
+    sys = machine(tmp_path, NICS, {0: 1}, {"0000:83:00.0": "pci0000:80/0000:80:02.0/0000:83:00.0"})
+    assert advice.by_distance(sorted(NICS), sys, [0]) == ["mlx5_2", "mlx5_1", "rxe0", "mlx5_0"]
+
+
+def test_a_system_that_tells_nothing_changes_no_order(tmp_path: Path) -> None:
+    assert advice.by_distance(["b", "a"], tmp_path, [0]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EBADF, "not a dma-buf"),
+        (errno.EOPNOTSUPP, "no dma-buf support"),
+        (errno.ENOMEM, "kernel log"),
+    ],
+)
+def test_a_dmabuf_that_is_refused_says_why(number: int, fix: str) -> None:
+    error = advice.dmabuf_error("mlx5_0", 4096, number, "Failed")
+    assert fix in error.message
+    assert error.fields["errno"] == number

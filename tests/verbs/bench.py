@@ -15,8 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.fabric.conformance import connected, one
+from kvd.fabric.regions import address_of
 from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.device import Device
 from kvd.fabric.verbs.fabric import CHAIN_LINKS, VerbsFabric
+from kvd.fabric.verbs.wire import VERSION, Hello
 from kvd.types import Lane
 from tests.verbs.devices import DEVICES
 
@@ -68,6 +71,72 @@ async def posted(count: int) -> float:
         return (time.perf_counter_ns() - start) / count
 
 
+class Ends:
+    """Two connected queue pairs, with memory registered at both ends, and scatter lists for receiving."""
+
+    def __init__(self, rows: int, nbytes: int) -> None:
+        self.devices = [Device(name) for name in DEVICES]
+        self.queues = [ib.CQ(device.context, 256, None, None, 0) for device in self.devices]
+        self.pairs = []
+        for device, queue in zip(self.devices, self.queues, strict=True):
+            room = ib.QPCap(max_send_wr=rows, max_recv_wr=4, max_send_sge=1, max_recv_sge=rows, max_inline_data=0)
+            qp = ib.QP(device.domain, ib.QPInitAttr(qp_type=ib.QPT_RC, scq=queue, rcq=queue, cap=room, sq_sig_all=0))
+            device.initialise(qp)
+            self.pairs.append(qp)
+        hellos = [
+            Hello(
+                VERSION, device.gid, 0, False, device.mtu, (qp.qp_num, 0), (1, 1), device.reads_in, 1, 4096, bytes(32)
+            )
+            for device, qp in zip(self.devices, self.pairs, strict=True)
+        ]
+        self.devices[0].connect(self.pairs[0], 0, hellos[0], hellos[1])
+        self.devices[1].connect(self.pairs[1], 0, hellos[1], hellos[0])
+        self.memory = [memoryview(bytearray(nbytes)) for _ in DEVICES]
+        self.keys = [
+            device.register(address_of(memory), nbytes, remote_write=True)
+            for device, memory in zip(self.devices, self.memory, strict=True)
+        ]
+
+    def wait(self, end: int) -> None:
+        """For one completion."""
+        while True:
+            count, completions = self.queues[end].poll(1)
+            if count:
+                assert completions[0].status == ib.SUCCESS, ib.describe_status(completions[0].status)
+                return
+
+
+def answers(rows: int, size: int) -> tuple[float, float]:
+    """Of one on-demand answer of ``rows`` entries to as many places, by one WRITE each in one chain, and by one SEND
+    into a scatter list that the other side has posted for it; from the first call to the completion."""
+    ends = Ends(rows, 2 * rows * size)
+    near, far = (address_of(memory) for memory in ends.memory)
+    chain = ib.Chain(rows)
+    items = [
+        (ib.WRITE, 0, near + n * size, size, ends.keys[0].lkey, far + 2 * n * size, ends.keys[1].rkey)
+        for n in range(rows)
+    ]
+    whole = ib.SGE(near, rows * size, ends.keys[0].lkey)
+    message = ib.SendWR(1, opcode=ib.SEND, num_sge=1, sg=[whole], send_flags=ib.SIGNALED)
+    places = [ib.SGE(far + 2 * n * size, size, ends.keys[1].lkey) for n in range(rows)]
+
+    def write() -> None:
+        chain.post(ends.pairs[0], items, 1, 4)
+        ends.wait(0)
+
+    def send() -> None:
+        receive = ib.RecvWR(wr_id=2, num_sge=rows, sg=places)  # the places differ each time, and it can't be refilled
+        ends.pairs[1].post_recv(receive)
+        ends.pairs[0].post_send(message)
+        ends.wait(0)
+        ends.wait(1)
+        receive.close()
+
+    result = (cost(write) * CHAIN_LINKS, cost(send) * CHAIN_LINKS)
+    assert ends.memory[1][:size] == ends.memory[0][:size]
+    return result
+
+
 def main() -> None:
     items = [(ib.WRITE, 0, 4096 * n, 512, 7, 8192 * n, 9) for n in range(CHAIN_LINKS)]
     chain = ib.Chain(CHAIN_LINKS)
@@ -76,6 +145,10 @@ def main() -> None:
     print(f"construction, naive               {before:10.0f}")
     print(f"construction, reused chain        {after:10.0f}   {after / before:.2f} of the naive one")
     print(f"write with mask, to completion    {asyncio.run(posted(1000)):10.0f}")
+    for size in (128, 1024):
+        written, sent = answers(CHAIN_LINKS, size)
+        print(f"{CHAIN_LINKS} entries of {size:4d} B, one WRITE each {written:10.0f}")
+        print(f"{CHAIN_LINKS} entries of {size:4d} B, one SEND       {sent:10.0f}   {sent / written:.2f} of the WRITEs")
 
 
 if __name__ == "__main__":

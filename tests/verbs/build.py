@@ -1,11 +1,13 @@
-"""Build the guest of the verbs tests: a Debian kernel, a small initramfs, and a virtual environment.
+"""Build the guest of the verbs tests: a Debian kernel and a small initramfs.
 
-The guest mounts the host's own file tree read-only over 9p, so no root file system is built. What is built lies in
-``$XDG_CACHE_HOME/kvd/verbs-guest`` and is reused as long as the sources here don't change::
+    python -m tests.verbs.build
+
+The guest mounts the host's own file tree read-only over 9p, so no root file system is built: the Python that runs this
+is the guest's, too. Debian's pyverbs is made importable in its virtual environment if none is there. What is built lies
+in ``$XDG_CACHE_HOME/kvd/verbs-guest`` and is reused as long as the sources here don't change::
 
     vmlinux       the kernel of linux-image-amd64, unpacked
     initrd.cpio   busybox, guest/init and the modules that the guest loads
-    venv          the system's Python with Debian's python3-pyverbs and what kvd needs; no torch
 
 Needs the Debian packages in ``PACKAGES``.
 """
@@ -13,10 +15,13 @@ Needs the Debian packages in ``PACKAGES``.
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,26 +36,11 @@ PACKAGES = [
     "iproute2",
     "python3-pyverbs",
     "ibverbs-providers",
-    "python3-venv",
 ]
 
 TOOLS = ("qemu-system-x86_64", "busybox", "cpio", "xz", "dpkg-deb")
 
-REQUIREMENTS = [
-    "hypothesis",
-    "msgpack",
-    "msgspec",
-    "numpy",
-    "psutil",
-    "pytest",
-    "pytest-asyncio",
-    "pytest-timeout",
-    "rich",
-    "safetensors",
-    "structlog",
-    "typer",
-    "uvloop",
-]
+DEBIAN_PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 
 MODULES = [
     "virtio_pci",
@@ -106,7 +96,7 @@ def build() -> Path:
     check_host()
     into = cache()
     into.mkdir(parents=True, exist_ok=True)
-    _build_venv(into / "venv")
+    link_pyverbs()
     key = hashlib.sha256(b"".join(path.read_bytes() for path in (Path(__file__), *sorted(HERE.glob("guest/*")))))
     stamp = into / "built"
     if not stamp.exists() or stamp.read_text() != key.hexdigest():
@@ -115,21 +105,27 @@ def build() -> Path:
     return into
 
 
-def _build_venv(venv: Path) -> None:
-    stamp = venv / "requirements"
-    if stamp.exists() and stamp.read_text() == " ".join(REQUIREMENTS):
+def link_pyverbs() -> None:
+    """Make Debian's pyverbs importable in this virtual environment, unless one is there already.
+
+    PyPI has pyverbs in source only. Debian's is built for the system's Python, and any other build of the same version
+    loads it; a folder of its own keeps the system's other packages out. Raises :class:`Missing`.
+    """
+    if importlib.util.find_spec("pyverbs") is not None:
         return
-    # The system's Python, since Debian's pyverbs is built for it.
-    subprocess.run(["/usr/bin/python3", "-m", "venv", "--system-site-packages", venv], check=True)
-    subprocess.run([venv / "bin/pip", "install", "-q", "--disable-pip-version-check", *REQUIREMENTS], check=True)
-    # kvd itself comes from the checkout; its kernels have another name there.
-    site = next(venv.glob("lib/python3*/site-packages"))
-    path = venv / "kernels"
-    path.mkdir(exist_ok=True)
-    (path / "kvd_kernels").unlink(missing_ok=True)
-    (path / "kvd_kernels").symlink_to(ROOT / "kernels")
-    (site / "kvd-checkout.pth").write_text(f"{ROOT}\n{path}\n")
-    stamp.write_text(" ".join(REQUIREMENTS))
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    if not (DEBIAN_PYVERBS / f"device{suffix}").exists():
+        raise Missing(
+            f"no pyverbs for this Python: {DEBIAN_PYVERBS} has no modules named *{suffix}; use the system's Python "
+            "version, or pip install pyverbs with libibverbs-dev"
+        )
+    if sys.prefix == sys.base_prefix:
+        raise Missing("Debian's pyverbs is linked into virtual environments only; run this with one's python")
+    folder = Path(sys.prefix) / "debian"
+    folder.mkdir(exist_ok=True)
+    (folder / "pyverbs").unlink(missing_ok=True)
+    (folder / "pyverbs").symlink_to(DEBIAN_PYVERBS)
+    (Path(sysconfig.get_path("purelib")) / "debian-pyverbs.pth").write_text(f"{folder}\n")
 
 
 def _build_kernel(into: Path) -> None:
@@ -169,13 +165,14 @@ def _build_kernel(into: Path) -> None:
 
 
 def _kernel_package(folder: Path) -> Path:
-    depends = subprocess.run(["apt-cache", "depends", "linux-image-amd64"], check=True, text=True, capture_output=True)
+    depends = subprocess.run(["apt-cache", "depends", "linux-image-amd64"], check=False, text=True, capture_output=True)
     package = next((line.split()[-1] for line in depends.stdout.splitlines() if "Depends:" in line), None)
     if package is None:
         raise Missing("apt knows no linux-image-amd64; run apt-get update")
     folder.mkdir(exist_ok=True)
-    if not list(folder.glob(f"{package}_*.deb")):
-        subprocess.run(["apt-get", "download", "-q", package], check=True, cwd=folder)
+    command = ["apt-get", "download", "-qq", package]
+    if not list(folder.glob(f"{package}_*.deb")) and subprocess.run(command, check=False, cwd=folder).returncode:
+        raise Missing(f"apt-get can't download {package}; run apt-get update")
     return max(folder.glob(f"{package}_*.deb"))
 
 

@@ -4,9 +4,9 @@
     python -m tests.verbs.run --smp 2 -- python -c 'import pyverbs.device'
 
 The guest's root is the host's ``/``, read-only, with memory on top; ``/tmp`` and ``/run`` are its own. ``pytest`` and
-``python`` are those of the guest's virtual environment. Two RoCE devices are there: ``rxe0`` on 10.77.0.1 and ``rxe1``
-on 10.77.0.2. Exit status: the command's (126 for all above), 125 if the guest failed, 124 after the timeout, and 77
-with one line where the host lacks what the guest needs.
+``python`` are those of the virtual environment that runs this. Two RoCE devices are there: ``rxe0`` on 10.77.0.1 and
+``rxe1`` on 10.77.0.2. Exit status: the command's (126 for all above), 125 if the guest failed, 124 after the timeout,
+and 77 with one line where the host lacks what the guest needs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
         print(f"skipped: {error}", file=sys.stderr)
         return SKIPPED
     with tempfile.TemporaryDirectory(prefix="kvd-guest-") as control:
-        _write_control(Path(control), made, options)
+        _write_control(Path(control), options)
         try:
             # A status is reported by a device that ends QEMU with 2 * status + 1.
             status = subprocess.run(
@@ -61,19 +61,19 @@ def main() -> int:
     return FAILED
 
 
-def _write_control(control: Path, made: Path, options: argparse.Namespace) -> None:
+def _write_control(control: Path, options: argparse.Namespace) -> None:
     """What the guest's init reads."""
-    # The checkout and the cache may lie where the guest has a file system of its own.
+    # The checkout and the virtual environment may lie where the guest has a file system of its own.
     shares = "".join(
         f"mkdir -p {shlex.quote(str(path))}\n"
         f"mount -t 9p -o trans=virtio,version=9p2000.L,msize=524288,ro,cache=loose {tag} {shlex.quote(str(path))}\n"
-        for tag, path in _shares(made).items()
+        for tag, path in _shares().items()
     )
     (control / "mounts").write_text(shares)
     (control / "net").write_text((build.HERE / "guest/net.sh").read_text())
     environment = {
         "HOME": "/root",
-        "PATH": f"{made / 'venv/bin'}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
         "KVD_CWD": os.getcwd(),
         "KVD_VERBS_GUEST": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -84,10 +84,12 @@ def _write_control(control: Path, made: Path, options: argparse.Namespace) -> No
     (control / "cmd").write_text("exec " + shlex.join(options.command) + "\n")
 
 
-def _shares(made: Path) -> dict[str, Path]:
+def _shares() -> dict[str, Path]:
+    prefix = Path(sys.prefix)
+    paths = [build.ROOT] if prefix.is_relative_to(build.ROOT) else [build.ROOT, prefix]
     return {
         f"share{number}": path
-        for number, path in enumerate((build.ROOT, made))
+        for number, path in enumerate(paths)
         if path.is_relative_to("/tmp") or path.is_relative_to("/run")
     }
 
@@ -104,7 +106,7 @@ def _qemu(made: Path, control: str, options: argparse.Namespace) -> list[str]:
     command += ["-device", "virtconsole,chardev=con", "-device", "isa-debug-exit,iobase=0xf4,iosize=0x04"]
     command += ["-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng"]
     shares = {"root": (Path("/"), True), "ctl": (Path(control), False)}
-    shares.update({tag: (path, True) for tag, path in _shares(made).items()})
+    shares.update({tag: (path, True) for tag, path in _shares().items()})
     for tag, (path, readonly) in shares.items():
         mode = ",readonly=on" if readonly else ""
         command += ["-fsdev", f"local,id={tag},path={path},security_model=none,multidevs=remap{mode}"]

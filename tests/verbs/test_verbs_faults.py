@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import collections
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvd.errors import FabricError, RemoteAccessError
+from kvd.errors import FabricError, InvalidArgument, RemoteAccessError
 from kvd.types import Lane
-from tests.verbs.devices import DEVICES, needs_devices
+from tests.verbs.devices import DEVICES, link_down, needs_devices
 
 pytestmark = needs_devices
 pytest.register_assert_rewrite("kvd.fabric.conformance")
@@ -43,30 +43,39 @@ def on_pair(test):
     return run
 
 
+TRANSFERS = 10_000 if os.cpu_count() == 1 else 1_000
+"""Two CPUs are emulated at half the speed."""
+
+
+@pytest.mark.race
 @on_pair
-async def test_a_reader_never_sees_a_mask_before_its_data(pair: Pair) -> None:
-    """10,000 data writes with a mask chained behind each, under a thread that polls masks and data."""
-    slots, size, rounds = 100, 256, 100
+async def test_transfers_show_no_mask_before_its_data_and_leave_nothing_behind(pair: Pair) -> None:
+    """Data, the mask chained behind it and a message, in a new grant for every hundred, under a thread that polls all
+    masks and data. Neither descriptors nor memory grow."""
+    slots, size = 100, 256
+    part = TRANSFERS // slots // 5
     source, region = pair.left.memory(slots * (size + 1), fill=0)
-    target, grant = pair.right.granted(slots * (size + 1))
+    target, whole = pair.right.granted(slots * (size + 1))
     data, masks = target[: slots * size].reshape(slots, size), target[slots * size :]
     early: list[int] = []
     looks, finished = 0, threading.Event()
 
     def poll() -> None:
         nonlocal looks
-        while not finished.is_set():
+        while not finished.wait(0.003):  # leaves most of the only CPU to the writes
             generations = masks.copy()  # before the data, which may only be newer
             early.extend(np.flatnonzero(data.min(axis=1) < generations).tolist())
             looks += 1
 
+    resident, descriptors, objects = [], [], []
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     poller = threading.Thread(target=poll)
     poller.start()
     try:
-        for generation in range(1, rounds + 1):
+        for generation in range(1, TRANSFERS // slots + 1):
             source[:] = generation
+            grant = pair.right.fabric.grant(whole.region, 0, len(target))
             operations = [
                 pair.left.endpoint.write(
                     Lane(slot % 2),
@@ -74,18 +83,37 @@ async def test_a_reader_never_sees_a_mask_before_its_data(pair: Pair) -> None:
                     grant.token,
                     one(slot * size, slot * size, size),
                     then=one(slots * size + slot, slots * size + slot, 1),
+                    notify=b"n" if slot % 10 == 0 else None,
                 )
                 for slot in range(slots)
             ]
             await asyncio.gather(*(operation.done for operation in operations))
+            await pair.right.until(lambda: len(pair.right.messages) == slots // 10)
+            pair.right.messages.clear()
+            await pair.right.fabric.revoke(grant)
+            if generation % part == 0:
+                resident.append(_resident())
+                descriptors.append(open_descriptors())
+                objects.append(_verbs_objects())
     finally:
         finished.set()
         await asyncio.to_thread(poller.join)
         sys.setswitchinterval(interval)
-    assert (target == rounds).all()
-    assert pair.left.endpoint.counters.writes == slots * rounds
-    assert looks > 10
+    assert (target == TRANSFERS // slots).all()
+    assert pair.left.endpoint.counters.writes == TRANSFERS
     assert early == []
+    assert looks > 50
+    print(f"{TRANSFERS} transfers, {looks} looks at {slots} masks")
+    assert len(set(descriptors)) == 1
+    assert objects[1:] == objects[:-1], "work requests, entries or registrations are left"
+    # What earlier tests left to the allocator makes single steps; a leak of 16 bytes a transfer shows in every part.
+    assert min(np.diff(resident)) < part * slots * 16
+
+
+def _verbs_objects() -> dict[str, int]:
+    """How many objects of pyverbs there are, by type."""
+    counts = collections.Counter(map(type, gc.get_objects()))
+    return {str(kind): count for kind, count in counts.items() if "pyverbs" in str(kind)}
 
 
 def _forged(pair: Pair, token: bytes, **changes: int) -> bytes:
@@ -101,12 +129,15 @@ def _forged(pair: Pair, token: bytes, **changes: int) -> bytes:
 @pytest.mark.parametrize("what", ["key", "range", "rights", "revoked"])
 @pytest.mark.parametrize("kind", ["write", "read"])
 def test_the_device_refuses_what_the_sender_should_not_have_sent(what: str, kind: str) -> None:
+    """The peer's device does, whatever this side believes; all that was under way goes on, once and in order."""
+
     @on_pair
     async def body(pair: Pair) -> None:
-        _, region = pair.left.memory(1000)
+        source, region = pair.left.memory(1000)
         target, grant = pair.right.granted(
             1000, margin=64, writable=what != "rights", readable=what != "rights", fill=7
         )
+        around, open_grant = pair.right.granted(20 * 1000)
         offset = 0
         if what == "key":
             from kvd.fabric.verbs.wire import unpack_token
@@ -119,47 +150,210 @@ def test_the_device_refuses_what_the_sender_should_not_have_sent(what: str, kind
         else:
             token = grant.token
             await pair.right.fabric.revoke(grant)
-            pair.left.endpoint._revoked.clear()
-        submit = getattr(pair.left.endpoint, kind)
-        error = await failure(submit(Lane.BULK, region, token, one(0, offset, 10)))
+            pair.left.endpoint._revocations.revoked.clear()
+        submit, write = getattr(pair.left.endpoint, kind), pair.left.endpoint.write
+
+        def good(number: int):
+            return write(Lane.BULK, region, open_grant.token, one(0, 1000 * number, 1000), notify=number.to_bytes(1))
+
+        operations = [good(number) for number in range(10)]
+        refused = submit(Lane.BULK, region, token, one(0, offset, 10))
+        operations += [good(number) for number in range(10, 20)]
+        back = [pair.right.endpoint.send(Lane.BULK, bytes([number])) for number in range(20)]
+        error = await failure(refused)
         assert isinstance(error, RemoteAccessError)
-        assert "grant" in error.message
-        await pair.left.until(lambda: len(pair.left.lost) > 0)
-        assert "IBV_WC_REM_ACCESS_ERR" in pair.left.lost[0].message
+        assert error.fields["status"] == 10
+        for operation in (*operations, *back):
+            await operation.done
+        await pair.right.until(lambda: len(pair.right.messages) == 20)
+        await pair.left.until(lambda: len(pair.left.messages) == 20)
+        for side in (pair.left, pair.right):
+            assert [body[0] for _, body in side.messages] == list(range(20))
+            assert side.lost == []
+            assert side.endpoint._recoveries[Lane.BULK].epoch == 1
+            assert side.endpoint.counters.bytes_in_flight == {Lane.URGENT: 0, Lane.BULK: 0}
+        assert (around.reshape(20, 1000) == source).all()
         assert (target == 7).all()
+        await pair.both_live()
 
     body()
+
+
+@pytest.mark.race
+@on_pair
+async def test_a_lane_that_fails_again_and_again_loses_and_repeats_nothing(pair: Pair) -> None:
+    """Queue pairs are thrown into the error state on both sides and lanes amid writes, reads and messages."""
+    from kvd.fabric.verbs.recovery import Phase
+
+    count, size = 60, 20_000
+    sides = (pair.left, pair.right)
+    memory = {}
+    for near, far in (sides, sides[::-1]):
+        source, region = near.memory(count * size)
+        target, grant = far.granted(count * size)
+        back, back_region = near.memory(size, fill=0)
+        memory[near is pair.left] = source, region, target, grant, back, back_region
+    operations = []
+    for number in range(count):
+        wave = []
+        for near in sides:
+            source, region, target, grant, back, back_region = memory[near is pair.left]
+            for lane in Lane:
+                row = one(number * size + lane * size // 2, number * size + lane * size // 2, size // 2)
+                wave.append(near.endpoint.write(lane, region, grant.token, row, notify=bytes([number])))
+            wave.append(near.endpoint.read(Lane.BULK, back_region, grant.token, one(0, 0, size // 2)))
+            wave.append(near.endpoint.send(Lane.URGENT, bytes([number]) * 5000))
+        operations += wave
+        if number % 8 == 7:
+            await asyncio.wait([operation.done for operation in wave], return_when=asyncio.FIRST_COMPLETED)
+            side, lane = sides[number // 8 % 2], Lane(number // 16 % 2)
+            if side.endpoint._recoveries[lane].phase is Phase.LIVE:  # a queue pair in RESET can't fail
+                side.fabric.device.fail(side.endpoint._lanes[lane].qp)
+    await asyncio.gather(*(operation.done for operation in operations))
+    for near, far in (sides, sides[::-1]):
+        source, _, target, _, back, _ = memory[near is pair.left]
+        assert (source == target).all()
+        assert (back[: size // 2] == source[: size // 2]).all()
+        await far.until(lambda far=far: len(far.messages) == 3 * count)
+        bulk = [body for lane, body in far.messages if lane is Lane.BULK]
+        urgent = [body for lane, body in far.messages if lane is Lane.URGENT]
+        assert bulk == [bytes([number]) for number in range(count)]
+        assert urgent == [body for number in range(count) for body in (bytes([number]), bytes([number]) * 5000)]
+        assert far.lost == []
+        assert far.endpoint.counters.bytes_in_flight == {Lane.URGENT: 0, Lane.BULK: 0}
+    assert sum(recovery.epoch for recovery in pair.left.endpoint._recoveries.values()) >= 3
+    await pair.both_live()
+
+
+@on_pair
+async def test_a_device_that_is_lost_ends_its_connections(pair: Pair) -> None:
+    """Soft-RoCE devices can't be removed under a process, so the event is played; what follows is real."""
+    from kvd.fabric.verbs import binding as ib
+
+    _, region = pair.left.memory(1000)
+    _, grant = pair.right.granted(1000)
+    operation = pair.left.endpoint.write(Lane.BULK, region, grant.token, one(0, 0, 1000))
+    device = pair.left.fabric.device
+    assert not ib.device_lost(device.context)
+
+    class Fatal:
+        event_type = ib.EVENT_DEVICE_FATAL
+
+        def ack(self) -> None:
+            device.context = context
+
+    class Failed:
+        """One event, then none."""
+
+        def get_async_event(self) -> Fatal:
+            if device.context is context:
+                raise ib.PyverbsRDMAError("Failed to get async event", 11)
+            return Fatal()
+
+    context, device.context = device.context, Failed()
+    pair.left.fabric._on_event()
+    assert device.context is context
+    assert type(await failure(operation)) is FabricError
+    await pair.left.until(lambda: len(pair.left.lost) > 0)
+    assert "was removed or has failed" in pair.left.lost[0].message
+    await pair.right.until(lambda: len(pair.right.lost) > 0)
+    assert "was removed or has failed" in pair.right.lost[0].message
+
+
+@on_pair
+async def test_a_region_above_the_devices_limit_is_registered_in_pieces(pair: Pair) -> None:
+    """Requests don't cross from one piece into the next, and messages above the device's limit are cut."""
+    fabric = pair.left.fabric
+    fabric.device.max_region = 3 * 4096
+    for lane in pair.left.endpoint._lanes.values():
+        lane._span, lane._chunk = 3 * 4096, 5000
+    source, region = pair.left.memory(10 * 4096)
+    assert len(fabric.local(region)[1]) == 4
+    target, grant = pair.right.granted(10 * 4096)
+    rows = np.array([[100, 0, 4000], [4100, 4000, 30000], [34100, 34000, 6000]])
+    await pair.left.endpoint.write(Lane.BULK, region, grant.token, rows).done
+    assert (target[:40000] == source[100:40100]).all()
+    back, back_region = pair.left.memory(10 * 4096, fill=0)
+    await pair.left.endpoint.read(Lane.URGENT, back_region, grant.token, rows).done
+    assert (back[100:40100] == source[100:40100]).all()
+    with pytest.raises(FabricError, match="registers 12288 at most"):
+        fabric.grant(region, 0, 4 * 4096)
+    grant = fabric.grant(region, 4096, 3 * 4096)  # its own registration may lie across pieces
+    _, nines = pair.right.memory(3 * 4096, fill=9)
+    await pair.right.endpoint.write(Lane.BULK, nines, grant.token, one(0, 0, 3 * 4096)).done
+    assert (source[4096 : 4 * 4096] == 9).all()
+
+
+@on_pair
+async def test_a_dmabuf_is_refused_with_a_reason(pair: Pair) -> None:
+    """Soft-RoCE has no dma-bufs, and a memfd is none: only hardware shows more."""
+    device = pair.left.fabric.device
+    descriptor = os.memfd_create("no dma-buf")
+    try:
+        os.truncate(descriptor, 4096)
+        for offset, nbytes in ((-1, 10), (0, 0), (0, 1 << 64)):
+            with pytest.raises(InvalidArgument, match="dma-buf"):
+                device.register_dmabuf(descriptor, offset, nbytes)
+        with pytest.raises(FabricError, match="host memory"):
+            device.register_dmabuf(descriptor, 0, 4096, remote_write=True)
+    finally:
+        os.close(descriptor)
+
+
+class DestroyedQueuePair:
+    """What is left of a queue pair that somebody else destroyed: each call fails."""
+
+    def _fail(self, *_: object) -> None:
+        from kvd.fabric.verbs import binding as ib
+
+        raise ib.PyverbsRDMAError("Failed to modify QP", 22)
+
+    modify = post_send = post_recv = to_init = _fail
+
+    def close(self) -> None:
+        pass
 
 
 @on_pair
 async def test_a_destroyed_queue_pair_ends_the_connection(pair: Pair) -> None:
     _, region = pair.left.memory(1000)
     _, grant = pair.right.granted(1000)
-    pair.right.endpoint._lanes[Lane.BULK].qp.close()
+    lane = pair.right.endpoint._lanes[Lane.BULK]
+    lane.qp.close()
+    lane.qp = DestroyedQueuePair()
     error = await failure(pair.left.endpoint.write(Lane.BULK, region, grant.token, one(0, 0, 1000)))
     assert type(error) is FabricError
     await pair.left.until(lambda: len(pair.left.lost) > 0)
     assert "IBV_WC_RETRY_EXC_ERR" in pair.left.lost[0].message
+    assert "can't be rebuilt" in pair.left.lost[0].message
+    await pair.right.until(lambda: len(pair.right.lost) > 0)
 
 
-@contextlib.contextmanager
-def link_down() -> Iterator[None]:
-    """Nothing gets from one device to the other."""
+@pytest.mark.race
+@on_pair
+async def test_a_link_that_is_down_for_longer_than_the_retries_costs_nothing(pair: Pair) -> None:
+    """The device gives up within half a second; the connection tries on, and what was under way gets through."""
+    source, region = pair.left.memory(100_000)
+    target, grant = pair.right.granted(100_000)
+    with link_down():
+        operations = [
+            pair.left.endpoint.write(lane, region, grant.token, one(n * 1000, n * 1000, 1000), notify=n.to_bytes(1))
+            for n in range(100)
+            for lane in [Lane(n % 2)]
+        ]
+        operations.append(pair.right.endpoint.send(Lane.BULK, b"back"))
+        await asyncio.wait([operations[0].done], timeout=2)
+    for operation in operations:
+        await operation.done
+    assert (source == target).all()
+    await pair.right.until(lambda: len(pair.right.messages) == 100)
+    for lane in Lane:
+        assert [body[0] for where, body in pair.right.messages if where is lane] == list(range(lane, 100, 2))
+    assert pair.left.endpoint._recoveries[Lane.BULK].epoch >= 1
+    assert pair.left.lost == pair.right.lost == []
 
-    def ip(command: str) -> None:
-        subprocess.run(["/usr/sbin/ip", *command.split()], check=True)
 
-    ip("link set veth1 down")
-    try:
-        yield
-    finally:
-        ip("link set veth1 up")
-        # The routes of guest/net.sh, which went with the link.
-        ip("route replace 10.77.0.2 dev veth0 src 10.77.0.1 table 101")
-        ip("route replace 10.77.0.1 dev veth1 src 10.77.0.2 table 102")
-
-
-def test_a_link_that_is_down_ends_the_connection_and_the_next_one_works() -> None:
+def test_a_link_that_stays_down_ends_the_connection_and_the_next_one_works() -> None:
     @on_pair
     async def broken(pair: Pair) -> None:
         _, region = pair.left.memory(1000)
@@ -169,8 +363,8 @@ def test_a_link_that_is_down_ends_the_connection_and_the_next_one_works() -> Non
             assert type(error) is FabricError
             await pair.left.until(lambda: len(pair.left.lost) > 0)
             assert "IBV_WC_RETRY_EXC_ERR" in pair.left.lost[0].message
-            pair.right.endpoint.close()
-            await pair.right.endpoint.wait_closed()
+            assert "did not recover" in pair.left.lost[0].message
+            await pair.right.until(lambda: len(pair.right.lost) > 0)
 
     @on_pair
     async def whole(pair: Pair) -> None:
@@ -189,6 +383,8 @@ class Bringup:
     async def exchange(self, blob):
         print(blob.hex(), flush=True)
         return bytes.fromhex((await asyncio.to_thread(sys.stdin.readline)).strip())
+    def tell(self, blob): pass
+    def listen(self, told): pass
 
 async def main():
     fabric = VerbsFabric(device=sys.argv[1])
@@ -223,6 +419,12 @@ def test_a_killed_peer_process_is_noticed_by_the_next_write() -> None:
                 peer.stdin.flush()
                 return bytes.fromhex((await asyncio.to_thread(peer.stdout.readline)).strip())
 
+            def tell(self, blob: bytes) -> None:
+                pass
+
+            def listen(self, told: object) -> None:
+                pass
+
         try:
             fabric = VerbsFabric(device=DEVICES[0])
             endpoint = await fabric.connect(Bringup())
@@ -238,6 +440,7 @@ def test_a_killed_peer_process_is_noticed_by_the_next_write() -> None:
             error = await failure(endpoint.write(Lane.BULK, region, token, one(0, 0, 1 << 20)))
             assert type(error) is FabricError
             assert "RETRY_EXC" in (await lost.get()).message
+            fabric.deregister(region)
             await fabric.close()
         finally:
             peer.kill()
@@ -247,37 +450,6 @@ def test_a_killed_peer_process_is_noticed_by_the_next_write() -> None:
         assert open_descriptors() == before
 
     asyncio.run(asyncio.wait_for(body(), 100))
-
-
-@on_pair
-async def test_no_leak_over_10_000_transfers(pair: Pair) -> None:
-    """Data, mask and message again and again, each in a new grant: neither descriptors nor memory grow."""
-    source, region = pair.left.memory(4096)
-    target, open_grant = pair.right.granted(4096)
-
-    async def transfers(count: int) -> None:
-        for start in range(0, count, 100):
-            grant = pair.right.fabric.grant(open_grant.region, 0, 4096)
-            operations = [
-                pair.left.endpoint.write(
-                    Lane.URGENT, region, grant.token, one(0, 0, 512), then=one(4095, 4095, 1), notify=b"n"
-                )
-                for _ in range(start, start + 100)
-            ]
-            await asyncio.gather(*(operation.done for operation in operations))
-            await pair.right.until(lambda: len(pair.right.messages) == 100)
-            pair.right.messages.clear()
-            await pair.right.fabric.revoke(grant)
-
-    await transfers(1000)
-    resident, descriptors = [_resident()], open_descriptors()
-    for _ in range(5):
-        await transfers(2000)
-        resident.append(_resident())
-    assert open_descriptors() == descriptors
-    # What earlier tests left to the allocator makes single steps; a leak of 16 bytes a transfer shows in every part.
-    assert min(np.diff(resident)) < 2000 * 16
-    assert (source[:512] == target[:512]).all()
 
 
 def test_no_leak_over_connections() -> None:
@@ -290,11 +462,11 @@ def test_no_leak_over_connections() -> None:
                 await pair.both_live()
 
     async def body() -> None:
-        await connections(5)
+        await connections(3)
         resident, descriptors = _resident(), open_descriptors()
-        await connections(20)
+        await connections(10)
         assert open_descriptors() == descriptors
-        assert _resident() - resident < 4 << 20, "a tenth of what a connection has"
+        assert _resident() - resident < 2 << 20, "a tenth of what a connection has"
 
     asyncio.run(body())
 

@@ -1,16 +1,46 @@
-"""Which address of a device to use, and what to do when memory can't be registered; needs no pyverbs."""
+"""Which device and address to use, and what to do when memory can't be registered; needs no pyverbs."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import itertools
+import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvd.errors import FabricError
 
 _CAP_IPC_LOCK = 14
+
+
+def by_distance(names: Sequence[str], sys: Path = Path("/sys"), cpus: Iterable[int] | None = None) -> list[str]:
+    """RDMA devices, the nearest first: those on a NUMA node of the CPUs that this process may use, where its memory
+    is; then those closest to a GPU on the PCI bus; then as they were. What the system does not tell makes no
+    difference."""
+    home = {_node_of(cpu, sys) for cpu in (os.sched_getaffinity(0) if cpus is None else cpus)}
+    gpus = [path.resolve().parts for path in (sys / "bus/pci/drivers/nvidia").glob("*:*:*.*")]
+
+    def distance(name: str) -> tuple[bool, int]:
+        device = (sys / "class/infiniband" / name / "device").resolve()
+        try:
+            node = int((device / "numa_node").read_text())
+        except (OSError, ValueError):
+            node = -1
+        return node >= 0 and node not in home, -max((_shared(device.parts, gpu) for gpu in gpus), default=0)
+
+    return sorted(names, key=distance)
+
+
+def _node_of(cpu: int, sys: Path) -> int:
+    found = next((sys / f"devices/system/cpu/cpu{cpu}").glob("node*"), None)
+    return int(found.name.removeprefix("node")) if found else -1
+
+
+def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many bridges two devices are behind together."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def choose_gid(
@@ -60,6 +90,23 @@ def registration_error(device: str, nbytes: int, number: int, text: str) -> Fabr
         device=device,
         need=nbytes,
         limit=soft,
+        errno=number,
+    )
+
+
+def dmabuf_error(device: str, nbytes: int, number: int, text: str) -> FabricError:
+    """Why another device's memory was not registered, with what would make it possible."""
+    if number == errno.EBADF or number == errno.EINVAL:
+        fix = "the descriptor is not a dma-buf, or the range lies outside of it"
+    elif number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPROTONOSUPPORT):
+        fix = "its driver or this kernel has no dma-buf support (mlx5, irdma and efa have, from Linux 5.12 on)"
+    else:
+        fix = "look at the kernel log of the RDMA driver and of the device that exports the memory"
+    return FabricError(
+        f"{nbytes} bytes of a dma-buf can't be registered with the RDMA device {device!r}: {text}; {fix}; else move "
+        "the data through host memory",
+        device=device,
+        need=nbytes,
         errno=number,
     )
 

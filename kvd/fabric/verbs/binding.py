@@ -15,7 +15,7 @@ _handlers = list(logging.root.handlers)
 from pyverbs.addr import GID, AHAttr, GlobalRoute  # noqa: E402
 from pyverbs.cq import CQ, CompChannel  # noqa: E402
 from pyverbs.device import Context, get_device_list  # noqa: E402
-from pyverbs.mr import MR  # noqa: E402
+from pyverbs.mr import MR, DmaBufMR  # noqa: E402
 from pyverbs.pd import PD  # noqa: E402
 from pyverbs.pyverbs_error import PyverbsError, PyverbsRDMAError  # noqa: E402
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # noqa: E402
@@ -33,6 +33,7 @@ __all__ = [
     "AHAttr",
     "CompChannel",
     "Context",
+    "DmaBufMR",
     "GlobalRoute",
     "PyverbsError",
     "PyverbsRDMAError",
@@ -82,6 +83,11 @@ SEND = _constant("IBV_WR_SEND")
 SUCCESS = _constant("IBV_WC_SUCCESS")
 FLUSHED = _constant("IBV_WC_WR_FLUSH_ERR")
 REMOTE_ACCESS = _constant("IBV_WC_REM_ACCESS_ERR")
+FATAL = _constant("IBV_WC_FATAL_ERR")
+QPS_RESET = _constant("IBV_QPS_RESET")
+QPS_ERROR = _constant("IBV_QPS_ERR")
+QP_STATE = _constant("IBV_QP_STATE")
+EVENT_DEVICE_FATAL = _constant("IBV_EVENT_DEVICE_FATAL")
 LINK_LAYER_INFINIBAND = 1
 """``IBV_LINK_LAYER_INFINIBAND``: addressed by LID. Ethernet, which is 2, is addressed by GID."""
 
@@ -100,6 +106,20 @@ _CAUSES = {
     "RESP_TIMEOUT_ERR": "no response of the peer's device in time",
     "FATAL_ERR": "a fatal error of the local device; look at the kernel log",
 }
+
+REQUEST_ERRORS = frozenset(
+    _constant(f"IBV_WC_{name}")
+    for name in (
+        "LOC_LEN_ERR",
+        "LOC_PROT_ERR",
+        "LOC_ACCESS_ERR",
+        "REM_INV_REQ_ERR",
+        "REM_ACCESS_ERR",
+        "REM_OP_ERR",
+    )
+)
+"""The request itself is at fault, and would fail again; after any other error it is repeated. (LOC_QP_OP_ERR is not one
+of them: soft-RoCE says so while there is no route to the peer.)"""
 
 _STATUS = {_constant(f"IBV_WC_{name}"): name for name in _CAUSES}
 
@@ -126,8 +146,9 @@ def device_names() -> list[str]:
         return []
 
 
-def open_device(name: str) -> Any:
-    """A Context; raises :class:`FabricError` where the device does not exist or must not be opened."""
+def open_device(name: str) -> tuple[Any, int]:
+    """A Context and the descriptor of its events, non-blocking; raises :class:`FabricError` where the device does not
+    exist or must not be opened."""
     names = device_names()
     if name not in names:
         raise FabricError(
@@ -136,14 +157,30 @@ def open_device(name: str) -> Any:
             device=name,
             known=names,
         )
+    before = _event_descriptors()
     try:
-        return Context(name=name)
+        context = Context(name=name)
     except PyverbsError as error:
         raise FabricError(
             f"the RDMA device {name!r} can't be opened: {error}; give the daemon's user access to "
             "/dev/infiniband/uverbs* (group rdma, and DeviceAllow=char-infiniband_verbs rw in the systemd unit)",
             device=name,
         ) from None
+    descriptor = (_event_descriptors() - before).pop()
+    os.set_blocking(descriptor, False)
+    return context, descriptor
+
+
+def device_lost(context: Any) -> bool:
+    """Take the device's events that have come, if any; whether one of them says that the device is gone."""
+    lost = False
+    try:
+        while True:
+            event = context.get_async_event()
+            lost = lost or int(event.event_type) == EVENT_DEVICE_FATAL
+            event.ack()  # at once, for an object of which an event is unacknowledged can't be destroyed
+    except PyverbsError:  # none is left
+        return lost
 
 
 def make_channel(context: Any) -> tuple[Any, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.errors import FabricError
+from kvd.errors import FabricError, InvalidArgument
 from kvd.fabric.verbs import binding as ib
-from kvd.fabric.verbs.advice import choose_gid, registration_error
+from kvd.fabric.verbs.advice import by_distance, choose_gid, dmabuf_error, registration_error
 from kvd.fabric.verbs.wire import Hello
 
 SEND_DEPTH = 128
@@ -19,7 +19,7 @@ RNR_FOREVER = 7
 
 
 class Device:
-    """An opened device. ``name`` "": the first that has an active port. ``gid_index`` -1: as
+    """An opened device. ``name`` "": the nearest that has an active port. ``gid_index`` -1: as
     :func:`~kvd.fabric.verbs.advice.choose_gid` says.
 
     Raises :class:`FabricError` where there is no device, port or address.
@@ -28,7 +28,7 @@ class Device:
     def __init__(self, name: str = "", port: int = 1, gid_index: int = -1) -> None:
         self.port = port
         self.name = name or _first_active(port)
-        self.context = ib.open_device(self.name)
+        self.context, self.events = ib.open_device(self.name)
         try:
             self._open(gid_index)
         except ib.PyverbsError as error:
@@ -73,8 +73,8 @@ class Device:
         access |= ib.ACCESS_REMOTE_READ if remote_read else 0
         if nbytes > self.max_region:
             raise FabricError(
-                f"{nbytes} bytes can't be registered at once, since the device {self.name!r} takes {self.max_region}; "
-                "lower memory.arena",
+                f"{nbytes} bytes can't be granted at once, since the device {self.name!r} registers {self.max_region} "
+                'at most; divide the model over more ranks, or set fabric.name = "tcp"',
                 need=nbytes,
                 limit=self.max_region,
             )
@@ -82,6 +82,48 @@ class Device:
             return ib.MR(self.domain, nbytes, access, address=address)
         except ib.PyverbsError as error:
             raise registration_error(self.name, nbytes, ib.error_number(error), str(error)) from None
+
+    def register_pieces(self, address: int, nbytes: int) -> list[Any]:
+        """MRs for local use, each over the next ``max_region`` bytes; raises as :meth:`register`."""
+        made: list[Any] = []
+        try:
+            for at in range(0, nbytes, self.max_region):
+                made.append(self.register(address + at, min(self.max_region, nbytes - at)))
+        except FabricError:
+            for registration in made:
+                registration.close()
+            raise
+        return made
+
+    def register_dmabuf(
+        self, descriptor: int, offset: int, nbytes: int, *, remote_write: bool = False, remote_read: bool = False
+    ) -> Any:
+        """An MR over ``nbytes`` at ``offset`` of the dma-buf ``descriptor``: another device's memory, whose owner
+        exported it. Requests then address it by the offset in the dma-buf.
+
+        Raises :class:`InvalidArgument` for a range that can't be, and :class:`FabricError` where the kernel, the
+        driver or the exporter does not support it, with what does.
+        """
+        if descriptor < 0 or offset < 0 or nbytes <= 0 or offset + nbytes >= 1 << 64:
+            raise InvalidArgument(
+                f"a dma-buf {descriptor} with {nbytes} bytes at {offset} can't be registered; give an open descriptor, "
+                "an offset of at least 0 and at least one byte",
+                descriptor=descriptor,
+                offset=offset,
+                nbytes=nbytes,
+            )
+        access = ib.ACCESS_LOCAL_WRITE
+        access |= ib.ACCESS_REMOTE_WRITE if remote_write else 0
+        access |= ib.ACCESS_REMOTE_READ if remote_read else 0
+        try:
+            return ib.DmaBufMR(self.domain, nbytes, access, dmabuf=descriptor, offset=offset)
+        except ib.PyverbsError as error:
+            raise dmabuf_error(self.name, nbytes, ib.error_number(error), str(error)) from None
+
+    @property
+    def details(self) -> str:
+        """For people."""
+        return f"{self.name} port {self.port}, GID {self.gid_index} ({self.gid}), MTU {128 << self.mtu}"
 
     def queue_pair(self, cq: Any, receives: int) -> Any:
         """A connected queue pair's first half: in INIT, ready to take receive buffers."""
@@ -94,10 +136,7 @@ class Device:
         )
         try:
             qp = ib.QP(self.domain, ib.QPInitAttr(qp_type=ib.QPT_RC, scq=cq, rcq=cq, cap=capacity, sq_sig_all=0))
-            attributes = ib.QPAttr(port_num=self.port)
-            attributes.qp_access_flags = ib.ACCESS_LOCAL_WRITE | ib.ACCESS_REMOTE_WRITE | ib.ACCESS_REMOTE_READ
-            attributes.pkey_index = 0
-            qp.to_init(attributes)
+            self.initialise(qp)
         except ib.PyverbsError as error:
             raise FabricError(
                 f"the device {self.name!r} makes no further queue pair: {error}; connect fewer peers, or raise the "
@@ -105,6 +144,21 @@ class Device:
                 device=self.name,
             ) from None
         return qp
+
+    def initialise(self, qp: Any) -> None:
+        """From RESET to INIT; raises PyverbsError."""
+        attributes = ib.QPAttr(port_num=self.port)
+        attributes.qp_access_flags = ib.ACCESS_LOCAL_WRITE | ib.ACCESS_REMOTE_WRITE | ib.ACCESS_REMOTE_READ
+        attributes.pkey_index = 0
+        qp.to_init(attributes)
+
+    def fail(self, qp: Any) -> None:
+        """To the error state, in which the device gives every request back; raises PyverbsError."""
+        qp.modify(ib.QPAttr(qp_state=ib.QPS_ERROR, port_num=self.port), ib.QP_STATE)
+
+    def reset(self, qp: Any) -> None:
+        """From the error state to RESET; raises PyverbsError."""
+        qp.modify(ib.QPAttr(qp_state=ib.QPS_RESET, port_num=self.port), ib.QP_STATE)
 
     def connect(self, qp: Any, lane: int, mine: Hello, peer: Hello) -> None:
         """Bring a queue pair from INIT to RTS; raises :class:`FabricError`."""
@@ -133,6 +187,7 @@ class Device:
                 "network, or choose another address with fabric.gid_index",
                 gid=self.gid,
                 peer_gid=peer.gid,
+                errno=ib.error_number(error),
             ) from None
 
     def close(self) -> None:
@@ -141,14 +196,14 @@ class Device:
 
 
 def _first_active(port: int) -> str:
-    names = ib.device_names()
+    names = by_distance(ib.device_names())
     if not names:
         raise FabricError(
             "there is no RDMA device; load the driver of the NIC (lsmod, rdma link), give the process access to "
             '/dev/infiniband, or set fabric.name = "tcp"'
         )
     for name in names:
-        context = ib.open_device(name)
+        context, _ = ib.open_device(name)
         try:
             if context.query_port(port).state == ib.PORT_ACTIVE:
                 return name

@@ -50,7 +50,8 @@ def examine(
         yield Finding(
             f"memlock limit: {limit} bytes, but the pool has {pool}",
             "raise it: LimitMEMLOCK=infinity in the systemd unit, ulimit -l unlimited in a shell, or a memlock line in "
-            "/etc/security/limits.conf; or lower memory.pool",
+            "/etc/security/limits.conf; or lower memory.pool (this is the limit of this shell; a systemd unit has its "
+            "own: systemctl show -p LimitMEMLOCK kvd)",
         )
     yield from _peer_memory(sys, dev)
     yield _trial(device, port, gid_index)
@@ -122,7 +123,8 @@ def _trial(name: str, port: int, gid_index: int) -> Finding:
             return _split(error)
         finally:
             device.close()
-    return Finding(f"verbs work: {device.name} port {port}, GID {device.gid_index} ({device.gid})")
+    largest = "any size" if device.max_region >= 1 << 62 else f"{device.max_region} bytes"
+    return Finding(f"verbs work: {device.details}; memory registrations of {largest} at most")
 
 
 def _split(error: FabricError) -> Finding:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvd.errors import FabricError, KvdError, ProtocolError
 from kvd.fabric.base import Bringup, Endpoint, EndpointCounters, Operation, Region
@@ -18,9 +19,25 @@ from kvd.fabric.verbs.completions import Completions
 from kvd.fabric.verbs.device import SEND_DEPTH
 from kvd.fabric.verbs.lane import SLOT_BYTES, SLOTS, Pace, VerbsLane
 from kvd.fabric.verbs.operation import VerbsOperation
+from kvd.fabric.verbs.recovery import Recovery
+from kvd.fabric.verbs.revocation import Revocations
 from kvd.fabric.verbs.totals import Totals
-from kvd.fabric.verbs.wire import VERSION, Header, Hello, Kind, Token, unpack_frame, unpack_hello, unpack_token
+from kvd.fabric.verbs.wire import (
+    VERSION,
+    WITHOUT_CREDIT,
+    Gone,
+    Header,
+    Hello,
+    Kind,
+    Token,
+    Told,
+    unpack_frame,
+    unpack_hello,
+    unpack_token,
+    unpack_told,
+)
 from kvd.types import Descriptors, Lane
+from kvd.wire.hello import MAX_REASON, printable
 
 if TYPE_CHECKING:
     from kvd.fabric.verbs.fabric import VerbsFabric
@@ -31,13 +48,11 @@ NOTE_S = 0.01
 """The peer learns of bytes placed in its memory after so many, or after so long."""
 FAREWELL_S = 1.0
 """How long a closing endpoint tries to say so to its peer."""
-REVOKED_KEPT = 1 << 16
-"""Revoked grants of the peer that are remembered. An access by an older one is refused by the peer's device."""
 
 
 class VerbsEndpoint(Endpoint):
-    """See :class:`kvd.fabric.base.Endpoint`. An access that the peer's device refuses ends the endpoint; what is known
-    to be refused never gets to the device."""
+    """See :class:`kvd.fabric.base.Endpoint`. What is known to be refused never gets to the device; what its device
+    refuses or loses costs the lane's queue pair, which is rebuilt (:mod:`kvd.fabric.verbs.recovery`)."""
 
     def __init__(self, fabric: VerbsFabric, loop: asyncio.AbstractEventLoop) -> None:
         self.fabric = fabric
@@ -48,9 +63,9 @@ class VerbsEndpoint(Endpoint):
         self._on_message: Callable[[Lane, bytes], None] | None = None
         self._early: list[tuple[VerbsLane, Kind, bytes]] = []
         self._parts: dict[Lane, list[bytes]] = {lane: [] for lane in Lane}
-        self._revoked: OrderedDict[bytes, None] = OrderedDict()
-        self._revoking: dict[bytes, asyncio.Future[None]] = {}
         self._key = b""
+        self._bringup: Bringup | None = None
+        self._recoveries: dict[Lane, Recovery] = {}
         self._connected = False
         self._scheduled = False
         self._destroyed = False
@@ -64,10 +79,11 @@ class VerbsEndpoint(Endpoint):
         depth = len(Lane) * (SEND_DEPTH + 2 * SLOTS)
         self._completions = Completions(loop, device.context, depth, self._complete, self._on_batch, self._break)
         self._lanes: dict[Lane, VerbsLane] = {}
+        self._revocations = Revocations(loop, self._lanes, self._schedule, self._count, self._totals.refuse)
         try:
             for lane in Lane:
                 self._lanes[lane] = VerbsLane(
-                    lane, device, self._completions.queue, fabric.chain, self.counters, self._header, self._pace
+                    loop, lane, device, self._completions.queue, fabric.chain, self.counters, self._header, self._pace
                 )
         except (FabricError, ib.PyverbsError):
             for made in self._lanes.values():
@@ -96,14 +112,20 @@ class VerbsEndpoint(Endpoint):
         peer = unpack_hello(await bringup.exchange(mine.pack()))
         self._check_open()
         self._key = peer.key
-        for lane in self._lanes.values():
-            device.connect(lane.qp, lane.lane, mine, peer)
+        for name, lane in self._lanes.items():
+            device.connect(lane.qp, name, mine, peer)
             lane.connected(peer.slots, peer.slot_bytes)
+            self._recoveries[name] = Recovery(
+                self.loop, device, lane, mine, peer, self._tell_peer, self._schedule, self._break
+            )
         # The second exchange tells both sides that the other one can receive.
         await bringup.exchange(b"")
         self._check_open()
+        self._bringup = bringup
         self._connected = True
         self._completions.start()
+        if not self._destroyed:
+            bringup.listen(self._told)
 
     @property
     def on_message(self) -> Callable[[Lane, bytes], None]:
@@ -145,10 +167,10 @@ class VerbsEndpoint(Endpoint):
     def _submit_access(
         self, kind: str, lane: Lane, region: Region, packed: bytes, parts: list[Runs], message: bytes | None
     ) -> Operation:
-        address, lkey = self.fabric.local(region)
+        address, lkeys = self.fabric.local(region)
         token = unpack_token(packed, self._key)
         operation = VerbsOperation(
-            self.loop, kind, token=token, address=address, lkey=lkey, parts=parts, message=message
+            self.loop, kind, token=token, address=address, lkeys=lkeys, parts=parts, message=message
         )
         refusal = self._check(token, operation)
         if refusal is None:
@@ -162,7 +184,7 @@ class VerbsEndpoint(Endpoint):
         """The peer's device checks as well, but what it refuses breaks the connection."""
         if token is None:
             return Refusal.UNKNOWN_TOKEN
-        if token.id in self._revoked:
+        if token.id in self._revocations.revoked:
             return Refusal.REVOKED
         if operation.kind == "write" and not token.writable:
             return Refusal.NOT_WRITABLE
@@ -216,21 +238,54 @@ class VerbsEndpoint(Endpoint):
         elif wr_id & 1:
             self._received(lane, number, nbytes)
         else:
+            self._recoveries[lane.lane].progress()
             lane.retire(number)
             if lane.bye_done:
                 self._destroy()
 
     def _failed(self, lane: VerbsLane, number: int, status: int, receive: bool) -> None:
         reason = ib.describe_status(status)
-        if receive or status == ib.FLUSHED:
-            self._break(reason)
+        if receive:
+            lane.receive_failed()
+        elif (first := lane.send_failed(number)) is not None and status != ib.FLUSHED:
+            what, data = first
+            kind = what.kind if isinstance(what, VerbsOperation) else "message"
+            reason = f"a {kind} failed with {reason}"
+            if status in ib.REQUEST_ERRORS and data and isinstance(what, VerbsOperation):
+                what.fail(self._request_error(what, reason, status))
+                if status == ib.REMOTE_ACCESS and what.token is not None:
+                    self._revocations.refuse(what.token.id)
+            elif status in ib.REQUEST_ERRORS or status == ib.FATAL:
+                self._break(reason, status)
+                return
+        if self.ended:  # while it says goodbye
+            self._tell_peer(Gone(self.ended))
+            self._destroy()
             return
-        operation = lane.failed(number)
-        if operation is not None and status == ib.REMOTE_ACCESS:
+        self._recoveries[lane.lane].failed(reason, status)
+
+    def _request_error(self, operation: VerbsOperation, reason: str, status: int) -> KvdError:
+        error: KvdError
+        if status == ib.REMOTE_ACCESS:
             error = access_error(operation.kind, Refusal.REVOKED, operation.low, operation.high)
-            error.fields["status"] = status
-            operation.error = error
-        self._break(f"a {operation.kind if operation else 'message'} failed with {reason}", status)
+        else:
+            error = FabricError(f"{reason}; report it, since kvd should not have posted it")
+        error.fields["status"] = status
+        return error
+
+    def _tell_peer(self, message: Told) -> None:
+        if self._bringup is not None:
+            self._bringup.tell(msgspec.msgpack.encode(message))
+
+    def _told(self, blob: bytes) -> None:
+        if self._destroyed:
+            return
+        message = unpack_told(blob)
+        if isinstance(message, Gone):
+            own = "".join(f"{recovery.why}; " for recovery in self._recoveries.values() if recovery.why)
+            self._break(f"{own}the peer gave it up: {printable(message.reason)}", tell=False)
+        elif not self.ended:
+            self._recoveries[Lane(message.lane)].told(message)
 
     def _received(self, lane: VerbsLane, slot: int, nbytes: int) -> None:
         try:
@@ -242,10 +297,13 @@ class VerbsEndpoint(Endpoint):
             )
             return
         lane.recycle(slot)
+        self._recoveries[lane.lane].progress()
         self._totals.learn(header)
         lane.acknowledged(header.consumed)
+        if header.kind not in WITHOUT_CREDIT:
+            lane.received += 1
         if header.kind is Kind.BYE:
-            self._break("the peer closed it")
+            self._break("the peer closed it", tell=False)
         elif header.kind in (Kind.MESSAGE, Kind.PART):
             if self._on_message is None or self._early:
                 self._early.append((lane, header.kind, body))
@@ -254,9 +312,9 @@ class VerbsEndpoint(Endpoint):
         elif header.kind is not Kind.STATE:
             self._taken(lane)
             if header.kind is Kind.REVOKE:
-                self._obey(body)
-            elif (waiter := self._revoking.pop(body, None)) and not waiter.done():
-                waiter.set_result(None)
+                self._revocations.obey(body)
+            else:
+                self._revocations.answered(body)
 
     def _taken(self, lane: VerbsLane) -> None:
         lane.consumed += 1
@@ -312,43 +370,11 @@ class VerbsEndpoint(Endpoint):
 
     def revoke(self, grant_id: bytes) -> asyncio.Future[None]:
         """Tell the peer; the future is done when it uses the grant no more, or when the endpoint has ended."""
-        future: asyncio.Future[None] = self.loop.create_future()
         if self._destroyed or not self._connected:
+            future: asyncio.Future[None] = self.loop.create_future()
             future.set_result(None)
             return future
-        self._revoking[grant_id] = future
-        self._lanes[Lane.URGENT].controls.append((Kind.REVOKE, grant_id))
-        self._schedule()
-        return future
-
-    def _obey(self, grant_id: bytes) -> None:
-        self._revoked[grant_id] = None
-        if len(self._revoked) > REVOKED_KEPT:
-            self._revoked.popitem(last=False)
-        waiting: set[VerbsOperation] = set()
-
-        def ended(operation: VerbsOperation) -> None:
-            self._count(operation)
-            waiting.discard(operation)
-            if not waiting and not self.ended:
-                self._lanes[Lane.URGENT].controls.append((Kind.REVOKED, grant_id))
-                self._schedule()
-
-        concerned = {
-            operation
-            for lane in self._lanes.values()
-            for operation in lane.live()
-            if operation.token is not None and operation.token.id == grant_id
-        }
-        for operation in concerned:
-            operation.fail(access_error(operation.kind, Refusal.REVOKED, operation.low, operation.high))
-            if not operation.settled:
-                waiting.add(operation)
-                operation.on_end = ended
-        self._totals.refused += len(concerned)
-        if not waiting:
-            self._lanes[Lane.URGENT].controls.append((Kind.REVOKED, grant_id))
-            self._schedule()
+        return self._revocations.ask(grant_id)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -356,7 +382,8 @@ class VerbsEndpoint(Endpoint):
         if self.ended:
             return
         self.ended = "this side closed it"
-        if not self._connected:
+        if not self._connected or not self._lanes[Lane.URGENT].up:
+            self._tell_peer(Gone(self.ended))
             self._destroy()
             return
         self._lanes[Lane.URGENT].bye = Kind.BYE
@@ -364,13 +391,21 @@ class VerbsEndpoint(Endpoint):
         self._farewell = self.loop.call_later(FAREWELL_S, self._destroy)
         self._schedule()
 
+    def device_lost(self) -> None:
+        """The device says that it is gone, or that nothing works any more."""
+        self._break(f"the RDMA device {self.fabric.device.name!r} was removed or has failed; look at the kernel log")
+
     async def wait_closed(self) -> None:
         await self._closed.wait()
 
-    def _break(self, reason: str, status: int = 0) -> None:
+    def _break(self, reason: str, status: int = 0, *, tell: bool = True) -> None:
+        if self._destroyed:
+            return
         error = closed_error(reason)
         if status:
             error.fields["status"] = status
+        if tell:
+            self._tell_peer(Gone(reason[:MAX_REASON]))
         self._end(reason, error)
 
     def _end(self, reason: str, error: KvdError) -> None:
@@ -389,16 +424,15 @@ class VerbsEndpoint(Endpoint):
                 timer.cancel()
         if self._pace is not None:
             self._pace.close()
+        for recovery in self._recoveries.values():
+            recovery.close()
         left = [operation for lane in self._lanes.values() for operation in lane.destroy()]
         self._completions.close()
         self.fabric.endpoints.discard(self)
         reason = closed_error(self.ended)
         for operation in left:
             operation.settle(operation.error or reason)
-        for future in self._revoking.values():
-            if not future.done():
-                future.set_result(None)
-        self._revoking.clear()
+        self._revocations.end()
         if self._lost:
             self.loop.call_soon(self.on_lost, error or reason)  # after the operations' own callbacks
         self._closed.set()

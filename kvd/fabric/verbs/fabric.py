@@ -47,32 +47,35 @@ class VerbsFabric(Fabric):
         self.rate = rate
         self.key = secrets.token_bytes(KEY_BYTES)
         self.device = Device(device, port, gid_index)
-        self.details = f"{self.device.name} port {port}, GID {self.device.gid_index} ({self.device.gid})"
+        self.details = self.device.details
         self.chain = ib.Chain(CHAIN_LINKS)
         self.endpoints: set[VerbsEndpoint] = set()
         self._table = RegionTable()
-        self._registrations: dict[int, Any] = {}
+        self._registrations: dict[int, list[Any]] = {}
+        """A region's, each over the next ``device.max_region`` bytes."""
+        self._watching: asyncio.AbstractEventLoop | None = None
         self._open: dict[bytes, _Open] = {}
         self._closed = False
 
     def register(self, memory: memoryview) -> Region:
         region = self._table.register(memory)
         try:
-            self._registrations[region.id] = self.device.register(self._table.address(region), region.nbytes)
+            made = self.device.register_pieces(self._table.address(region), region.nbytes)
         except FabricError:
             self._table.deregister(region)
             raise
+        self._registrations[region.id] = made
         return region
 
     def deregister(self, region: Region) -> None:
         self._table.deregister(region)
-        registration = self._registrations.pop(region.id, None)
-        if registration is not None:
+        for registration in self._registrations.pop(region.id, ()):
             registration.close()
 
-    def local(self, region: Region) -> tuple[int, int]:
-        """Address and lkey of a region; raises :class:`~kvd.errors.InvalidArgument` if it is not registered here."""
-        return self._table.address(region), self._registrations[region.id].lkey
+    def local(self, region: Region) -> tuple[int, list[int]]:
+        """Address of a region, and the lkey of each next ``device.max_region`` bytes; raises
+        :class:`~kvd.errors.InvalidArgument` if it is not registered here."""
+        return self._table.address(region), [registration.lkey for registration in self._registrations[region.id]]
 
     def grant(
         self, region: Region, offset: int, length: int, *, writable: bool = True, readable: bool = False
@@ -119,6 +122,7 @@ class VerbsFabric(Fabric):
                 device=self.device.name,
             ) from None
         self.endpoints.add(endpoint)
+        self._watch()
         try:
             await endpoint.connect(bringup)
         except BaseException:
@@ -126,6 +130,17 @@ class VerbsFabric(Fabric):
             await endpoint.wait_closed()
             raise
         return endpoint
+
+    def _watch(self) -> None:
+        """Look for the device's events from now on."""
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop()
+            self._watching.add_reader(self.device.events, self._on_event)
+
+    def _on_event(self) -> None:
+        if ib.device_lost(self.device.context):
+            for endpoint in list(self.endpoints):
+                endpoint.device_lost()
 
     async def close(self) -> None:
         endpoints = list(self.endpoints)
@@ -136,13 +151,16 @@ class VerbsFabric(Fabric):
         if self._closed:
             return
         self._closed = True
+        if self._watching is not None:
+            self._watching.remove_reader(self.device.events)
         with contextlib.ExitStack() as stack:
             stack.callback(self.device.close)
             stack.callback(self.chain.close)
             for entry in self._open.values():
                 stack.callback(self._withdraw, entry)
-            for registration in self._registrations.values():
-                stack.callback(registration.close)
+            for registrations in self._registrations.values():
+                for registration in registrations:
+                    stack.callback(registration.close)
         self._open.clear()
         self._registrations.clear()
         self._table.clear()

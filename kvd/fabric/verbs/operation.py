@@ -26,7 +26,7 @@ class VerbsOperation(PendingOperation):
         *,
         token: Token | None = None,
         address: int = 0,
-        lkey: int = 0,
+        lkeys: list[int] | None = None,
         parts: list[Runs] | None = None,
         message: bytes | None = None,
     ) -> None:
@@ -39,6 +39,8 @@ class VerbsOperation(PendingOperation):
         """Bytes of the message that are posted."""
         self.begun = False
         """Whether a piece of the message is posted; the rest has to follow then."""
+        self.arrived = False
+        """Whether a piece of the message has reached the peer."""
         self.outstanding = 0
         self.posted = False
         """Whether everything is posted."""
@@ -48,14 +50,15 @@ class VerbsOperation(PendingOperation):
         self.error: KvdError | None = None
         self.on_end: Callable[[VerbsOperation], None] = lambda operation: None
         self._address = address
-        self._lkey = lkey
+        self._lkeys = lkeys or []
         self._position = 0
         filled = self.parts
         self.low = min((part.low for part in filled), default=0)
         self.high = max((part.high for part in filled), default=0)
 
-    def take(self, most_items: int, most_bytes: int, chunk: int) -> tuple[list[ib.Item], int]:
-        """The next work requests for the data, none longer than ``chunk``, and their bytes."""
+    def take(self, most_items: int, most_bytes: int, chunk: int, span: int) -> tuple[list[ib.Item], int]:
+        """The next work requests for the data, none longer than ``chunk``, and their bytes. Every next ``span`` bytes
+        of the region have an lkey of their own."""
         assert self.token is not None
         items: list[ib.Item] = []
         total = 0
@@ -66,15 +69,19 @@ class VerbsOperation(PendingOperation):
             for local, remote, length in rows.tolist():
                 done = 0
                 while done < length and len(items) < most_items:
+                    at, lkey = local + done, self._lkeys[0]
                     size = min(chunk, length - done)
+                    if len(self._lkeys) > 1:
+                        lkey = self._lkeys[at // span]
+                        size = min(size, span - at % span)
                     flags = ib.INLINE if size <= INLINE_BYTES and opcode == ib.WRITE else 0
                     items.append(
                         (
                             opcode,
                             flags,
-                            self._address + local + done,
+                            self._address + at,
                             size,
-                            self._lkey,
+                            lkey,
                             self.token.address + remote + done,
                             self.token.rkey,
                         )

@@ -16,6 +16,10 @@ class Totals:
         self._told = 0
         self._placed = self._fetched = self._refused = 0  # the peer's
 
+    def refuse(self, count: int) -> None:
+        """So many more of this side's operations were not permitted."""
+        self.refused += count
+
     @property
     def untold(self) -> int:
         """Bytes moved by this side of which the peer does not know."""

@@ -1,4 +1,4 @@
-"""What crosses to the peer's verbs fabric: the bring-up blob, the tokens of grants, and the frames of messages."""
+"""What crosses to the peer's verbs fabric: the bring-up blob, what is told out of band, grants' tokens, and frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import struct
 
 import msgspec
 
-from kvd.errors import FabricError
+from kvd.errors import FabricError, ProtocolError
+from kvd.types import Lane
 
 VERSION = 1
 KEY_BYTES = 32
@@ -55,6 +56,48 @@ def unpack_hello(blob: bytes) -> Hello:
             version=hello.version,
         )
     return hello
+
+
+class Rebuild(msgspec.Struct, array_like=True, frozen=True, tag="rebuild"):
+    """This side's queue pair of a lane is reset, and has given back every request."""
+
+    lane: int
+    epoch: int
+    """The how many-eth rebuilding this is."""
+    psn: int
+    received: int
+    """Frames with a credit that came on this lane in all: those after them must be sent again."""
+    reason: str
+    """What this side knows of why."""
+
+
+class Rebuilt(msgspec.Struct, array_like=True, frozen=True, tag="rebuilt"):
+    """This side's queue pair is connected again and can receive."""
+
+    lane: int
+    epoch: int
+
+
+class Gone(msgspec.Struct, array_like=True, frozen=True, tag="gone"):
+    """This side has given the connection up."""
+
+    reason: str
+
+
+Told = Rebuild | Rebuilt | Gone
+
+
+def unpack_told(blob: bytes) -> Told:
+    """Raises :class:`ProtocolError` for what a verbs fabric does not tell."""
+    try:
+        told: Told = msgspec.msgpack.decode(blob, type=Told)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            f"the peer's verbs fabric told what can't be read: {error}; run the same release of kvd at both ends"
+        ) from None
+    if not isinstance(told, Gone) and (told.lane not in tuple(Lane) or told.epoch < 1):
+        raise ProtocolError(f"the peer's verbs fabric told of lane {told.lane} in its time {told.epoch}")
+    return told
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +149,8 @@ class Kind(enum.IntEnum):
     BYE = 5
     """The sender closes; needs no credit."""
 
+
+WITHOUT_CREDIT = (Kind.STATE, Kind.BYE)
 
 HEADER = struct.Struct("<BxHIQQQQ")
 

@@ -1,0 +1,77 @@
+"""Daemons as processes of their own that begin as forks of the test's: in the guest, the imports alone take 10 s."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any, BinaryIO
+
+from tests.integration.daemons import DaemonProcess
+
+
+class Forked:
+    """What :class:`DaemonProcess` needs of a ``Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("kvd serve", timeout)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class ForkedDaemon(DaemonProcess):
+    """One ``kvd serve`` in a fork of this process, which keeps nothing of its parent open."""
+
+    def _spawn(self, config: str, notify: str, log: BinaryIO) -> Any:
+        import kvd.daemon  # noqa: F401  so that the forks have it
+        from kvd.cli.main import app
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            return Forked(pid)
+        code = 1
+        try:
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDONLY)
+            for wanted, descriptor in enumerate((null, log.fileno(), log.fileno())):
+                os.dup2(descriptor, wanted)
+            os.closerange(3, 4096)
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+            os.environ["NOTIFY_SOCKET"] = notify
+            app(["serve", "--config", config], prog_name="kvd")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
