@@ -62,9 +62,8 @@ def _decoded(step: Decode, memories: Sequence[Bytes]) -> Bytes:
                 f"the plan reads {int(offsets[-1]) + page} bytes of source channel {channel}; give that memory",
                 channel=channel,
             )
-        pages = np.lib.stride_tricks.sliding_window_view(memories[channel], page)[offsets]
         end = done + len(offsets) * plain
-        codec.decode(pages, step.block, step.plain, step.elements, out[done:end])
+        codec.decode(memories[channel], offsets, step.block, step.plain, step.elements, out[done:end])
         done = end
     return out
 
