@@ -190,6 +190,4 @@ def on_pull_completed(book: Book, event: ev.PullCompleted, now: float) -> None:
     if error is not None:
         book.end(part, error)
         return
-    for one in message.layers:
-        if not part.ended:
-            take_arrived(book, part, one.layer, one.ranges, message.path)
+    take_arrived(book, part, message.layers, message.path)
