@@ -244,13 +244,18 @@ class Reading:
         places[:, 0], places[:, 1] = offset, staging
         if channel is not None:
             channel = _spread(channel, box.shape[:outer], (0,) * outer)
+        shape, strides = box.shape[outer:], (box.source_strides[outer:], box.target_strides[outer:])
+        # In the order of the side where a box's bytes lie further apart: neighbours then share its lines and pages.
+        reach = [sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) for steps in strides]
+        by = int(reach[1] > reach[0])
         for one in (0,) if channel is None else np.unique(channel):
+            some = places if channel is None else places[channel == one]
             yield Copy(
                 channel=int(one),
-                places=places if channel is None else places[channel == one],
-                shape=box.shape[outer:],
-                source_strides=box.source_strides[outer:],
-                target_strides=box.target_strides[outer:],
+                places=some[np.argsort(some[:, by], kind="stable")],
+                shape=shape,
+                source_strides=strides[0],
+                target_strides=strides[1],
                 item_bytes=box.item_bytes,
             )
 
