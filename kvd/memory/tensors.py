@@ -41,10 +41,6 @@ class TensorMemory:
         return self.device.alignment if self.device is not None else 1
 
     @property
-    def holds(self) -> int:
-        return self.lease.holds
-
-    @property
     def origin(self) -> int:
         """What the device itself adds to a base."""
         return self.device.origin if self.device is not None else 0
