@@ -76,9 +76,9 @@ def _overlaps(book: Book, link: Link) -> bool:
     if not link.turns:
         return False
     part = book.parts[link.turns[0]]
-    return (
-        isinstance(part, SourcePart) and part.queue is not None and part.queue.unit == "layer" and len(part.writes) < 2
-    )
+    if not isinstance(part, SourcePart) or part.queue is None or part.metadata_queue:
+        return False
+    return part.queue.unit == "layer" and len(part.writes) < 2
 
 
 def _turn(part: SourcePart, link: Link, path: Path) -> int:

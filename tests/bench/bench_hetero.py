@@ -128,7 +128,7 @@ def clients(rate: str, nbytes: int) -> Iterator[tuple[Client, Client]]:
             yield source, sink
 
 
-def measure(tokens: int, rate: str, rounds: int, layers: int) -> None:
+def measure(tokens: int, rate: str, rounds: int, layers: int, chosen: list[str]) -> None:
     spec = msgspec.structs.replace(LLAMA, layers=layers)
     nbytes = tokens * layers * spec.kv_heads * spec.entry_bytes
     with clients(rate, nbytes) as (source, sink):
@@ -146,6 +146,7 @@ def measure(tokens: int, rate: str, rounds: int, layers: int) -> None:
         }
         if torch:
             ways["convert"] = lambda: bench.run(bench.convert_with_torch)
+        ways = {name: way for name, way in ways.items() if name == "plain" or not chosen or name in chosen}
         for way in ways.values():
             way()  # makes the memory
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -173,10 +174,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LLAMA.layers)
     parser.add_argument("--rate", default="", help="limit of the link, as in the configuration, such as 10gbit")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", default=[], help="beside the plain one, by the names of the table")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for tokens in options.tokens:
-        measure(tokens, options.rate, options.rounds, options.layers)
+        measure(tokens, options.rate, options.rounds, options.layers, options.ways)
 
 
 if __name__ == "__main__":
