@@ -238,7 +238,7 @@ def test_another_wire_version_is_told_to_both_before_anything_is_decoded(newer, 
         monkeypatch.setattr(left, "_check_version", lambda version: handshake.compare_versions(9, version))
     else:
         monkeypatch.setattr(handshake, "WIRE_VERSION", 9)
-        monkeypatch.setattr(left, "_check_version", lambda version: handshake.compare_versions(1, version))
+        monkeypatch.setattr(left, "_check_version", lambda version: handshake.compare_versions(WIRE_VERSION, version))
     at_left, at_right = connect(left, right)
     differs = {"wire_version": {"dialler": WIRE_VERSION, "acceptor": WIRE_VERSION} | {newer: 9}}
     for event in (at_left, at_right):
