@@ -13,6 +13,7 @@ The package imports NumPy and nothing else, neither kvd nor kvd_client.
 """
 
 from .hashing import hamming, sign_codes
+from .blocks import block_page_bytes, decode_bfp, encode_bfp
 from .native import available, implementation, select, why_not_native
 from .ops import accumulate, accumulate_blocks, copy_runs, gather, partition, scatter, token_entries
 from .regrouping import regroup, zero
@@ -21,7 +22,10 @@ __all__ = [
     "accumulate",
     "accumulate_blocks",
     "available",
+    "block_page_bytes",
     "copy_runs",
+    "decode_bfp",
+    "encode_bfp",
     "gather",
     "hamming",
     "implementation",

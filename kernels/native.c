@@ -629,6 +629,8 @@ static PyMethodDef methods[] = {
     {"hamming", kvd_hamming, METH_VARARGS, kvd_hamming_doc},
     {"regroup", kvd_regroup, METH_VARARGS, kvd_regroup_doc},
     {"zero", kvd_zero, METH_VARARGS, kvd_zero_doc},
+    {"encode_bfp", kvd_encode_bfp, METH_VARARGS, kvd_encode_bfp_doc},
+    {"decode_bfp", kvd_decode_bfp, METH_VARARGS, kvd_decode_bfp_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -68,4 +68,10 @@ extern const char kvd_regroup_doc[], kvd_zero_doc[];
 PyObject *kvd_regroup(PyObject *self, PyObject *args);
 PyObject *kvd_zero(PyObject *self, PyObject *args);
 
+/* ---------------------------------------------------------------- blocks.c */
+
+extern const char kvd_encode_bfp_doc[], kvd_decode_bfp_doc[];
+PyObject *kvd_encode_bfp(PyObject *self, PyObject *args);
+PyObject *kvd_decode_bfp(PyObject *self, PyObject *args);
+
 #endif

@@ -62,6 +62,14 @@ class Implementation(Protocol):
 
     def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int: ...
 
+    def encode_bfp(
+        self, values: Bytes, plain_bytes: int, magnitude: int, elements: int, out: Bytes, stride: int
+    ) -> int: ...
+
+    def decode_bfp(
+        self, source: Bytes, offsets: NDArray[np.int64], magnitude: int, elements: int, out: Bytes, plain_bytes: int
+    ) -> int: ...
+
 
 class Native:
     """The C extension, with or without its AVX2 functions."""
@@ -136,6 +144,16 @@ class Native:
 
     def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int:
         return cast(int, self._c.zero(self._avx2, target, offsets, nbytes))
+
+    def encode_bfp(
+        self, values: Bytes, plain_bytes: int, magnitude: int, elements: int, out: Bytes, stride: int
+    ) -> int:
+        return cast(int, self._c.encode_bfp(self._avx2, values, plain_bytes, magnitude, elements, out, stride))
+
+    def decode_bfp(
+        self, source: Bytes, offsets: NDArray[np.int64], magnitude: int, elements: int, out: Bytes, plain_bytes: int
+    ) -> int:
+        return cast(int, self._c.decode_bfp(self._avx2, source, offsets, magnitude, elements, out, plain_bytes))
 
 
 def _extension() -> tuple[ModuleType | None, str | None]:

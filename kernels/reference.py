@@ -10,6 +10,7 @@ them again, so every function first takes a copy, and checks and uses that.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -244,3 +245,84 @@ def zero(target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int:
         for o in starts:
             target[o : o + nbytes] = 0
     return bad
+
+
+def encode_bfp(values: Bytes, plain_bytes: int, magnitude: int, elements: int, out: Bytes, stride: int) -> int:
+    """Pages of `elements` bf16 or f32 elements (2 or 4 `plain_bytes`), one behind the other, as block pages `stride`
+    apart; what lies between pages becomes zero. For each row of sixteen elements:
+
+    - the shared exponent is the largest; denormals count as zero;
+    - the 24-bit mantissa, hidden bit included, is cut at the shared exponent, then rounded half to even to `magnitude`
+      bits (7 or 3), and saturates;
+    - a magnitude of zero has no sign; infinity and NaN are numbers like any others, with exponent 255.
+    """
+    rows = elements // BLOCK_ROW
+    page = rows + elements * (magnitude + 1) // 8
+    result, given = out.reshape(-1, stride), values.reshape(-1, elements * plain_bytes)
+    result[:, page:] = 0
+    for at in range(0, len(given), PAGES_AT_ONCE):
+        # Values need not be aligned; the copy is.
+        bits = np.ascontiguousarray(given[at : at + PAGES_AT_ONCE]).view(f"u{plain_bytes}").astype(np.uint32)
+        bits <<= np.uint32(32 - 8 * plain_bytes)
+        shared, small = _encoded(bits.reshape(-1, rows, BLOCK_ROW), magnitude)
+        target = result[at : at + PAGES_AT_ONCE]
+        target[:, :rows] = shared
+        small = small.reshape(-1, elements)
+        target[:, rows:page] = small if magnitude == 7 else small[:, 0::2] | small[:, 1::2] << 4
+    return -1
+
+
+def decode_bfp(
+    source: Bytes, offsets: NDArray[np.int64], magnitude: int, elements: int, out: Bytes, plain_bytes: int
+) -> int:
+    """The block pages at `offsets` (n,) as pages of bf16 or f32 elements, one behind the other. Decoding normalises;
+    what would need an exponent below zero becomes zero."""
+    offsets = offsets.copy()
+    rows = elements // BLOCK_ROW
+    page = rows + elements * (magnitude + 1) // 8
+    bad = _first((offsets < 0) | (offsets > source.size - page))
+    if bad >= 0:
+        return bad
+    pages, result = np.lib.stride_tricks.sliding_window_view(source, page), out.reshape(len(offsets), -1)
+    for at in range(0, len(offsets), PAGES_AT_ONCE):
+        part = pages[offsets[at : at + PAGES_AT_ONCE]]
+        body = part[:, rows:]
+        if magnitude == 3:
+            body = np.stack((body & 15, body >> 4), axis=-1)
+        bits = _decoding_table(magnitude)[part[:, :rows, None], body.reshape(-1, rows, BLOCK_ROW)]
+        exact = bits if plain_bytes == 4 else (bits >> 16).astype(np.uint16)
+        result[at : at + PAGES_AT_ONCE] = exact.reshape(-1, elements).view(np.uint8)
+    return -1
+
+
+BLOCK_ROW = 16
+"""Elements that share an exponent."""
+
+PAGES_AT_ONCE = 256
+"""A dozen passes go over them, which had better stay in a cache."""
+
+
+def _encoded(bits: NDArray[np.uint32], magnitude: int) -> tuple[Bytes, Bytes]:
+    exponent = (bits >> 23 & 0xFF).astype(np.int32)
+    shared = exponent.max(axis=-1)
+    mantissa = np.where(exponent > 0, (bits & 0x7FFFFF | 0x800000).astype(np.int32), np.int32(0))
+    mantissa >>= np.minimum(shared[..., None] - exponent, 24)
+    shift = 24 - magnitude
+    # half to even: add a half, or just less than it where the number that stays is even
+    odd = mantissa >> shift & 1
+    kept = np.minimum((mantissa + ((1 << (shift - 1)) - 1) + odd) >> shift, (1 << magnitude) - 1)
+    sign = np.where(kept > 0, (bits >> 31 << magnitude).astype(np.int32), np.int32(0))
+    return shared.astype(np.uint8), (kept | sign).astype(np.uint8)
+
+
+@functools.cache
+def _decoding_table(magnitude: int) -> NDArray[np.uint32]:
+    """Shape (256, 2 ** (magnitude + 1)): f32 bits of each exponent and each byte or nibble."""
+    number = np.arange(1 << (magnitude + 1))
+    kept, sign = number & ((1 << magnitude) - 1), number >> magnitude
+    up = magnitude - 1 - np.floor(np.log2(np.maximum(kept, 1))).astype(np.int64)
+    exponent = np.arange(256)[:, None] - np.where(kept > 0, up, 0)
+    fraction = (kept << up) & ((1 << (magnitude - 1)) - 1)
+    bits = sign << 31 | np.maximum(exponent, 0) << 23 | fraction << (24 - magnitude)
+    decoded = np.where(kept == 0, sign << 31, np.where(exponent < 0, 0, bits))
+    return decoded.astype(np.uint32)

@@ -119,6 +119,77 @@ static CopyBox stream_for(const Box *b)
 }
 #endif
 
+#if HAVE_AVX2
+#define ABREAST 8
+
+/* What a box's rows must be for boxes that lie side by side in the target to be copied row by row: one dim of items that
+ * fill whole lines, and the rows apart. A row of all of them is one long run then, where each alone would write a line here
+ * and a line there (untiling). */
+static int rows_apart(const Box *b)
+{
+    const int columns = b->dims - 1;
+    const size_t filled = b->item * b->shape[columns];
+    return (b->shape[columns] == 1 || b->target[columns] == b->item) && filled % 64 == 0 && b->item % 32 == 0 &&
+           filled <= 1024 && b->target[columns - 1] > filled && b->shape[columns - 1] > 1;
+}
+
+AVX2 static void stream_abreast(char *target, const char *const *sources, const uintptr_t *ahead, size_t boxes, const Box *b)
+{
+    const int columns = b->dims - 1;
+    const size_t n = b->shape[columns], item = b->item, right = b->source[columns], filled = n * item;
+    size_t at[MAX_DIMS] = {0}, from = 0, to = 0;
+    for (;;) {
+        for (size_t g = 0; g < boxes; g++)
+            for (size_t j = 0; j < n; j++) {
+                __builtin_prefetch((const void *)(ahead[g] + from + j * right), 0, 3);
+                stream_row(target + to + g * filled + j * item, sources[g] + from + j * right, item);
+            }
+        int d = columns - 1;
+        for (; d >= 0; d--) {
+            from += b->source[d];
+            to += b->target[d];
+            if (++at[d] < b->shape[d]) break;
+            from -= b->source[d] * b->shape[d];
+            to -= b->target[d] * b->shape[d];
+            at[d] = 0;
+        }
+        if (d < 0) return;
+    }
+}
+
+/* As regroup_all, several boxes at once where they lie side by side. */
+static Py_ssize_t regroup_abreast(const Regroup *r, CopyBox copy, CopyBox stream)
+{
+    const size_t filled = r->box.item * r->box.shape[r->box.dims - 1];
+    for (size_t i = 0; i < r->n;) {
+        const char *sources[ABREAST];
+        uintptr_t ahead[ABREAST];
+        uint64_t first = 0;
+        size_t g = 0;
+        for (; g < ABREAST && i + g < r->n; g++) {
+            uint64_t from = (uint64_t)LOAD(r->places + 2 * (i + g)), to = (uint64_t)LOAD(r->places + 2 * (i + g) + 1);
+            if (from > r->source_last || to > r->target_last) {
+                if (g > 0) break; /* those before it first */
+                return (Py_ssize_t)i;
+            }
+            if (g == 0) first = to;
+            else if (to != first + g * filled) break;
+            sources[g] = r->source + from;
+        }
+        for (size_t k = 0; k < g; k++) /* a hint only: not checked */
+            ahead[k] = (uintptr_t)r->source +
+                       (uintptr_t)LOAD(r->places + 2 * (i + g + k < r->n ? i + g + k : r->n - 1));
+        char *target = r->target + first;
+        if ((uintptr_t)target % 64 == 0 && g > 1) stream_abreast(target, sources, ahead, g, &r->box);
+        else
+            for (size_t k = 0; k < g; k++)
+                ((uintptr_t)target % 64 == 0 ? stream : copy)(target + k * filled, sources[k], ahead[k], &r->box);
+        i += g;
+    }
+    return -1;
+}
+#endif
+
 /* ---------------------------------------------------------------- all boxes */
 
 /* Each place is read once where it is used, since somebody else may write to it (native.c). */
@@ -205,6 +276,10 @@ PyObject *kvd_regroup(PyObject *self, PyObject *args)
 #endif
             BEGIN_WORK(total >= RELEASE_BYTES || r.n >= RELEASE_ENTRIES / 4);
             bad = places_refused(&r);
+#if HAVE_AVX2
+            if (bad < 0 && stream != NULL && rows_apart(&r.box)) bad = regroup_abreast(&r, copy_for(r.box.item), stream);
+            else
+#endif
             if (bad < 0) bad = regroup_all(&r, copy_for(r.box.item), stream);
 #if HAVE_AVX2
             if (stream != NULL) _mm_sfence(); /* whoever is told that the bytes are there must see them */

@@ -7,6 +7,7 @@ daemon from starting; warnings don't.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection, Iterator
 from typing import Literal
@@ -23,7 +24,7 @@ from kvd.config import (
 from kvd.errors import ConfigError
 from kvd.host import Host
 from kvd.importance.learning import HalfLife
-from kvd.memory.windows import WINDOW, parse_noc
+from kvd.memory.windows import PAGE, WINDOW, parse_noc
 from kvd.units import about, format_size
 
 MAX_SOCKET_PATH = 107
@@ -270,8 +271,12 @@ def _card(key: str, npu: Npu) -> Iterator[Problem]:
             f"channels from {int(npu.origin)} to {npu.origin + npu.channel_bytes} don't fit into the card's windows of "
             f"{format_size(WINDOW)}; lower origin or channel_bytes",
         )
-    if npu.origin % npu.alignment:
-        yield _error(f"{key}.origin", f"{int(npu.origin)} is no multiple of alignment, {npu.alignment}")
+    if npu.origin % math.lcm(PAGE, npu.alignment):
+        yield _error(
+            f"{key}.origin",
+            f"{int(npu.origin)} is no multiple of the page size, {PAGE}, and of alignment, {npu.alignment}; processes "
+            "could not map the channels",
+        )
     if len(npu.noc) != npu.channels:
         yield _error(
             f"{key}.noc",

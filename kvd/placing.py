@@ -31,6 +31,8 @@ class Cache:
     heads: int
     blocks: int
     memory: TensorMemory
+    parts: int = 0
+    """That are open in it. Memory is held for a moment longer, until what was on its way has landed."""
 
 
 class Placing:
@@ -73,8 +75,9 @@ class Placing:
             if owned:
                 memory.release()
             raise
-        if not owned:
+        if request.cache:
             memory.hold()
+            self._caches[request.cache].parts += 1
         return PartTensors(placement, tensors, memory, owned, found, table), target
 
     async def open_cache(self, client: int, request: api.OpenCache) -> tuple[api.CacheOpened, list[int]]:
@@ -97,10 +100,16 @@ class Placing:
         cache = self._caches.get(number)
         if cache is None or cache.client != client:
             return
-        if cache.memory.holds:
-            raise Busy(f"{cache.memory.holds} transfers into cache {number} are open; release them first", cache=number)
+        if cache.parts:
+            raise Busy(f"{cache.parts} transfers into cache {number} are open; release them first", cache=number)
         del self._caches[number]
         cache.memory.release()
+
+    def left(self, number: int) -> None:
+        """A part in a cache is forgotten."""
+        cache = self._caches.get(number)
+        if cache is not None:
+            cache.parts -= 1
 
     def client_lost(self, client: int) -> None:
         """Its caches go, each after the last transfer into it."""

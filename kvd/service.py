@@ -168,6 +168,8 @@ class Service:
         opened = self._opened.pop(transfer, None)
         if opened is not None:
             opened.client.free_slot(opened.slot)
+            if opened.request is not None:
+                self._placing.left(opened.request.cache)
             self._set_wake(opened.client)
 
     def fetched(self, transfer: TransferId, fetch: int, error: KvdError | None) -> None:
@@ -233,6 +235,7 @@ class Service:
         except BaseException:
             if tensors is not None:
                 tensors.give_back()
+                self._placing.left(request.cache)
             raise
         opened = self._opened[transfer]
         opened.request, opened.layout = request, layout

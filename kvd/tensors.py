@@ -47,49 +47,53 @@ class Route:
 
     def __init__(self, source: Tensors, target: Tensors) -> None:
         self.source, self.target = source, target
-        self._made: dict[tuple[int, bytes], tuple[int, RegroupPlan]] = {}
-        """By row and tokens: a layer, and its plan."""
+        self._made: dict[tuple[int, int, bytes], tuple[int, RegroupPlan]] = {}
+        """By row, number of layers and tokens: the first layer, and the plan."""
 
     def plan(self, layers: Layers) -> list[RegroupPlan]:
         """What brings these tokens over: a plan for each row, and each run of layers of which the same tokens go.
         Raises as :func:`~kvd.layout.plan.plan_regroup`."""
         plans = []
         for first, last, row, ranges in _alike(layers):
-            known = self._moved(first, row, ranges) if last == first + 1 else None
+            key = (row, last - first, ranges.tobytes())
+            known = self._moved(first, last, key)
             if known is None:
                 within: dict[str, tuple[int, int] | npt.NDArray[np.int64]] = {"l": (first, last), "t": ranges}
                 known = plan_regroup(self.source.rows[row], self.target.rows[row], within)
-                if last == first + 1:
-                    if len(self._made) >= MAX_PLANS:
-                        self._made.clear()
-                    self._made[row, ranges.tobytes()] = (first, known)
+                if len(self._made) >= MAX_PLANS:
+                    self._made.clear()
+                self._made[key] = (first, known)
             plans.append(known)
         return plans
 
-    def _moved(self, layer: int, row: int, ranges: npt.NDArray[np.int64]) -> RegroupPlan | None:
-        """A plan that exists, moved to another layer; None where there is none, or it can't be moved."""
-        made = self._made.get((row, ranges.tobytes()))
+    def _moved(self, first: int, last: int, key: tuple[int, int, bytes]) -> RegroupPlan | None:
+        """A plan that exists, moved to other layers; None where there is none, or it can't be moved."""
+        made = self._made.get(key)
         if made is None:
             return None
         begun, plan = made
-        here = _distance(self.source.rows[row], begun, layer)
-        there = _distance(self.target.rows[row], begun, layer)
+        here = _distance(self.source.rows[key[0]], begun, first, last - first)
+        there = _distance(self.target.rows[key[0]], begun, first, last - first)
         if here is None or there is None or plan.decode is not None:
             return None
         copies = tuple(dataclasses.replace(copy, places=copy.places + np.array([here, 0])) for copy in plan.copies)
         return dataclasses.replace(plan, copies=copies, requests=plan.requests + np.array([0, 0, there, 0]))
 
 
-def _distance(placed: Placed, layer: int, other: int) -> int | None:
-    """How far one layer's tensors lie from another's, in every channel; None if not all equally far."""
+def _distance(placed: Placed, layer: int, other: int, count: int) -> int | None:
+    """How far the tensors of ``count`` layers from ``layer`` on lie from those from ``other`` on, in every channel.
+
+    None if not all are equally far."""
     layout, geometry = placed.layout, placed.geometry
     digits = layout.digits("l")
     if len(digits) != 1 or digits[0].name not in layout.tensors:
         return None
     name = digits[0].name
     number = np.arange(geometry.tensors) // geometry.weight[name] % geometry.radix[name]
+    order = np.argsort(number, kind="stable")
+    by_layer = geometry.bases[order].reshape(geometry.radix[name], -1)
     start = placed.held["l"][0]
-    far = np.unique(geometry.bases[number == other - start] - geometry.bases[number == layer - start])
+    far = np.unique(by_layer[other - start :][:count] - by_layer[layer - start :][:count])
     return int(far[0]) if len(far) == 1 else None
 
 

@@ -104,6 +104,7 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
         yield f"  device   {found.device}"
     yield from _field("memory", _memory(found.memory), width)
     yield from _field("sent", _by_path(found.counters, "bytes_sent_"), width)
+    yield from _field("tensors", _moved(found.counters), width)
     yield ""
     yield from _peers(found.peers, width)
     yield ""
@@ -196,6 +197,17 @@ def _by_path(counts: Mapping[str, int], prefix: str) -> list[str]:
     """``proactive 1.5 GiB``, ``on-demand 12 MiB`` …: the bytes that are not 0."""
     named = ((name, counts.get(f"{prefix}{path}", 0)) for path, name in PATHS.items())
     return [f"{name} {about(count)}" for name, count in named if count]
+
+
+def _moved(counters: Mapping[str, int]) -> list[str]:
+    """What tensors took that lie in a layout of their own at either end."""
+    requests = counters.get("tensor_requests", 0)
+    if not requests:
+        return []
+    items = [f"{requests} requests", about(counters.get("tensor_bytes", 0))]
+    if regroup_us := counters.get("regroup_us", 0):
+        items.append(f"regrouped in {duration(regroup_us / 1e6)}")
+    return items
 
 
 def filled(items: Sequence[str], width: int) -> Iterator[str]:

@@ -92,12 +92,23 @@ class Terms:
     keys: Ints
     bytes: Ints
 
+    def keys_of_all(self) -> Ints:
+        return (self.outer_keys[:, None] + self.keys).reshape(-1)
+
+    def keys_and_bytes(self) -> Ints:
+        """What sorts the boxes of one outer box by page and place."""
+        return self.bytes if not self.side.paged else self.keys * self.side.geometry.page_stride + self.bytes
+
+    def reordered(self, order: Ints) -> Terms:
+        keys = self.keys[order] if self.side.paged else self.keys
+        return dataclasses.replace(self, keys=keys, bytes=self.bytes[order])
+
     def addresses(self) -> tuple[Ints | None, Ints]:
         """``(channel, byte offset)`` of all boxes; no channels where there is only one."""
         offset = (self.outer_bytes[:, None] + self.bytes).reshape(-1)
         if not self.side.paged:
             return None, offset
-        channel, page = self.side.geometry.places((self.outer_keys[:, None] + self.keys).reshape(-1))
+        channel, page = self.side.geometry.places(self.keys_of_all())
         page += offset
         return channel if self.side.geometry.channels > 1 else None, page
 
@@ -116,6 +127,14 @@ class Boxes:
 
     def __len__(self) -> int:
         return len(self.source.outer_bytes) * len(self.source.bytes)
+
+    def strides(self, side: int) -> tuple[int, ...]:
+        """0: the source's, 1: the target's."""
+        return self.target_strides if side else self.source_strides
+
+    def reach(self, strides: tuple[int, ...], first: int = 0) -> int:
+        """How far apart a box's first and last bytes lie, its dims from ``first`` on."""
+        return sum((n - 1) * step for n, step in zip(self.shape[first:], strides[first:], strict=True))
 
 
 def cut(source: Side, target: Side, ranges: Mapping[str, Ints], outer: Collection[str] = ()) -> Iterator[Boxes]:

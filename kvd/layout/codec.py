@@ -13,11 +13,11 @@ rounding is the vendor's, derived from its encoded tensors and checked against t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from types import MappingProxyType
 from typing import TypeAlias
 
+import kvd_kernels
 import numpy as np
 import numpy.typing as npt
 
@@ -117,65 +117,16 @@ def encode(values: Bytes, plain: Codec, block: Codec, elements: int, out: Bytes,
 
     What ``out`` has between pages becomes zero.
     """
-    page, rows = block.page_bytes(elements), elements // ROW
-    result, given = out.reshape(-1, stride), values.reshape(-1, elements * plain.item_bytes)
-    result[:, page:] = 0
-    for at in range(0, len(given), _STEP):
-        bits = _as_f32_bits(given[at : at + _STEP], plain).reshape(-1, rows, ROW)
-        shared, small = _encoded(bits, block.magnitude_bits)
-        target = result[at : at + _STEP]
-        target[:, :rows] = shared
-        small = small.reshape(-1, elements)
-        target[:, rows:page] = small if block.magnitude_bits == 7 else small[:, 0::2] | small[:, 1::2] << 4
+    if plain.name == "f16":  # exact in f32, and rare
+        values, plain = np.ascontiguousarray(values).view(np.float16).astype(np.float32), CODECS["f32"]
+    kvd_kernels.encode_bfp(values, plain.name, block.magnitude_bits, elements, out, stride)
 
 
-def decode(pages: Bytes, block: Codec, plain: Codec, elements: int, out: Bytes) -> None:
-    """Block pages, shape (n, page bytes), as plain elements (bf16 or f32) one behind the other in ``out``."""
-    rows = elements // ROW
-    result = out.reshape(len(pages), -1)
-    for at in range(0, len(pages), _STEP):
-        part = pages[at : at + _STEP]
-        body = part[:, rows:]
-        if block.magnitude_bits == 3:
-            body = np.stack((body & 15, body >> 4), axis=-1)
-        body = body.reshape(-1, rows, ROW)
-        bits = _decoding_table(block.magnitude_bits)[part[:, :rows, None], body]
-        exact = bits if plain.item_bytes == 4 else (bits >> 16).astype(np.uint16)
-        result[at : at + _STEP] = exact.reshape(-1, elements).view(np.uint8)
+def decode(
+    memory: Bytes, offsets: npt.NDArray[np.int64], block: Codec, plain: Codec, elements: int, out: Bytes
+) -> None:
+    """The block pages at ``offsets`` of ``memory`` as plain elements (bf16 or f32), one behind the other in ``out``.
 
-
-_STEP = 256
-"""Pages at a time: a dozen passes go over them, which had better stay in a cache."""
-
-
-def _as_f32_bits(values: Bytes, plain: Codec) -> npt.NDArray[np.uint32]:
-    values = np.ascontiguousarray(values)
-    if plain.name == "bf16":
-        return values.view(np.uint16).astype(np.uint32) << np.uint32(16)
-    return values.view(np.float16).astype(np.float32).view(np.uint32) if plain.name == "f16" else values.view(np.uint32)
-
-
-def _encoded(bits: npt.NDArray[np.uint32], magnitude: int) -> tuple[Bytes, Bytes]:
-    exponent = (bits >> 23 & 0xFF).astype(np.int32)
-    shared = exponent.max(axis=-1)
-    mantissa = np.where(exponent > 0, (bits & 0x7FFFFF | 0x800000).astype(np.int32), np.int32(0))
-    mantissa >>= np.minimum(shared[..., None] - exponent, 24)
-    shift = 24 - magnitude
-    # half to even: add a half, or just less than it where the number that stays is even
-    odd = mantissa >> shift & 1
-    kept = np.minimum((mantissa + ((1 << (shift - 1)) - 1) + odd) >> shift, (1 << magnitude) - 1)
-    sign = np.where(kept > 0, (bits >> 31 << magnitude).astype(np.int32), np.int32(0))
-    return shared.astype(np.uint8), (kept | sign).astype(np.uint8)
-
-
-@functools.cache
-def _decoding_table(magnitude: int) -> npt.NDArray[np.uint32]:
-    """Shape (256, 2 ** (magnitude + 1)): f32 bits of each exponent and each byte or nibble."""
-    number = np.arange(1 << (magnitude + 1))
-    kept, sign = number & ((1 << magnitude) - 1), number >> magnitude
-    up = magnitude - 1 - np.floor(np.log2(np.maximum(kept, 1))).astype(np.int64)
-    exponent = np.arange(256)[:, None] - np.where(kept > 0, up, 0)
-    fraction = (kept << up) & ((1 << (magnitude - 1)) - 1)
-    bits = sign << 31 | np.maximum(exponent, 0) << 23 | fraction << (24 - magnitude)
-    decoded: npt.NDArray[np.int64] = np.where(kept == 0, sign << 31, np.where(exponent < 0, 0, bits))
-    return decoded.astype(np.uint32)
+    Raises :class:`IndexError` where a page leaves the memory.
+    """
+    kvd_kernels.decode_bfp(memory, offsets, block.magnitude_bits, elements, out, plain.name)

@@ -143,7 +143,7 @@ class Layout:
 
     def digits(self, axis: str) -> tuple[Digit, ...]:
         """The digits of an axis, most significant first; none for an axis that the layout doesn't have."""
-        return dict(self.axes).get(axis, ())
+        return next((digits for name, digits in self.axes if name == axis), ())
 
     @property
     def axis_names(self) -> tuple[str, ...]:

@@ -34,6 +34,11 @@ def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> No
     if plan.decode:
         memories = [_decoded(plan.decode, memories)]
     target = np.empty(plan.encode.nbytes, np.uint8) if plan.encode else out
+    if plan.copies and (last := max(copy.channel for copy in plan.copies)) >= len(memories):
+        raise InvalidArgument(
+            f"the plan reads source channel {last}, but there are {len(memories)} memories; give one a channel",
+            channel=last,
+        )
     try:
         kvd_kernels.zero(target, plan.zero, plan.zero_bytes)
         for copy in plan.copies:
@@ -47,7 +52,7 @@ def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> No
                 copy.item_bytes,
             )
     except IndexError as error:
-        raise InvalidArgument(f"a source's memory is missing or too short for the plan: {error}") from None
+        raise InvalidArgument(f"a source's memory is too short for the plan: {error}") from None
     if plan.encode:
         step = plan.encode
         codec.encode(target, step.plain, step.block, step.elements, out[: plan.staging_bytes], step.stride)
@@ -62,9 +67,8 @@ def _decoded(step: Decode, memories: Sequence[Bytes]) -> Bytes:
                 f"the plan reads {int(offsets[-1]) + page} bytes of source channel {channel}; give that memory",
                 channel=channel,
             )
-        pages = np.lib.stride_tricks.sliding_window_view(memories[channel], page)[offsets]
         end = done + len(offsets) * plain
-        codec.decode(pages, step.block, step.plain, step.elements, out[done:end])
+        codec.decode(memories[channel], offsets, step.block, step.plain, step.elements, out[done:end])
         done = end
     return out
 

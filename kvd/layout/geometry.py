@@ -20,7 +20,8 @@ from kvd.layout.codec import Codec, codec
 if TYPE_CHECKING:
     from kvd.layout.descriptor import Placed, Table
 
-MAX_BYTES, MAX_TENSORS = 1 << 62, 1 << 20
+MAX_BYTES, MAX_TENSORS = 1 << 54, 1 << 20
+"""Of a channel, so that a channel and an address in it make one int64; and of a layout."""
 
 
 class Geometry:
@@ -217,7 +218,8 @@ class Geometry:
         order = np.sort(given)
         if order[0] < 0 or int(order[-1]) > MAX_BYTES or (np.diff(order) < self.tensor_stride).any():
             raise InvalidArgument(
-                f"tensors of {self.tensor_stride} bytes in a channel overlap or begin before 0; space their bases",
+                f"tensors of {self.tensor_stride} bytes in a channel overlap, or begin before 0 or beyond {MAX_BYTES}; "
+                "space their bases",
                 tensor_bytes=self.tensor_stride,
             )
         return given

@@ -21,7 +21,7 @@ from kvd_kernels.regrouping import MAX_DIMS
 
 from kvd.errors import InvalidArgument, UnsupportedLayout
 from kvd.layout import boxes as cutting
-from kvd.layout.boxes import Boxes, Side
+from kvd.layout.boxes import Boxes, Side, Terms
 from kvd.layout.codec import Codec, check_conversion, codec
 from kvd.layout.descriptor import Placed
 from kvd.layout.opaque import as_pages
@@ -187,7 +187,7 @@ def plan_direct(source: Placed, target: Placed, within: Ranges | None = None) ->
         spread = [_spread(column, box.shape, each) for column, each in zip(columns, strides, strict=True)]
         pieces.append(np.stack((*spread, np.full(len(spread[0]), box.item_bytes)), axis=1))
     table = np.concatenate(pieces)
-    table = table[_sorted(table[:, 2], table[:, 3])]
+    table = table[np.lexsort((table[:, 3], table[:, 2]))]
     return {int(one): merged(*table[table[:, 0] == one][:, 1:].T) for one in np.unique(table[:, 0])}
 
 
@@ -231,19 +231,41 @@ class Reading:
     side: Side
     decoded: PageOrder | None
 
-    def copies(self, box: Boxes, staging: Ints, depth: int) -> Iterator[Copy]:
-        """The copies of boxes whose outer dims, all but the last ``depth``, are spread out in ``staging`` already."""
-        outer = len(box.shape) - depth
-        if depth > MAX_DIMS:
-            more = slice(outer, len(box.shape) - MAX_DIMS)
-            staging = _spread(staging, box.shape[more], box.target_strides[more])
-            outer = more.stop
-        channel, offset = self._addresses(box)
-        offset = _spread(offset, box.shape[:outer], box.source_strides[:outer])
-        places = np.empty((len(staging), 2), np.int64)
-        places[:, 0], places[:, 1] = offset, staging
+    def page_copies(self, box: Boxes, first: Ints, step: Ints, lines: Ints) -> Iterator[Copy]:
+        """The copies of boxes into pages: those of line ``n`` of the target's tensors go ``n * step`` behind ``first``.
+
+        In the order, within a tensor, of the side where a box's bytes lie further apart: neighbours then share its
+        lines of cache and its pages.
+        """
+        terms = box.source
+        by = first if box.reach(box.target_strides) > box.reach(box.source_strides) else terms.keys_and_bytes()
+        order = np.argsort(by, kind="stable")
+        terms = terms.reordered(order)
+        places = np.empty((len(lines), len(first), 2), np.int64)
+        channel = self._write_addresses(terms, places[:, :, 0])
+        np.multiply(lines[:, None], step[order] if len(step) > 1 else step, out=places[:, :, 1])
+        places[:, :, 1] += first[order]
+        yield from self._copies(box, places.reshape(-1, 2), channel, 0)
+
+    def run_copies(self, box: Boxes, staging: Ints, outer: int) -> Iterator[Copy]:
+        """The copies of boxes whose ``outer`` first dims are boxes of their own, each at its place in ``staging``."""
+        offset = np.empty((len(box.source.outer_bytes), len(box.source.bytes)), np.int64)
+        channel = self._write_addresses(box.source, offset)
+        shape, strides = box.shape[:outer], box.source_strides[:outer]
+        places = np.stack((_spread(offset.reshape(-1), shape, strides), staging), axis=1)
         if channel is not None:
-            channel = _spread(channel, box.shape[:outer], (0,) * outer)
+            channel = _spread(channel, shape, (0,) * outer)
+        by = int(box.reach(box.target_strides, outer) > box.reach(box.source_strides, outer))
+        order = np.argsort(places[:, by], kind="stable")
+        yield from self._copies(box, places[order], None if channel is None else channel[order], outer)
+
+    def _copies(self, box: Boxes, places: Ints, channel: Ints | None, outer: int) -> Iterator[Copy]:
+        if len(box.shape) - outer > MAX_DIMS:
+            # more than the kernel has: the outermost become boxes, too
+            more = slice(outer, len(box.shape) - MAX_DIMS)
+            columns = [_spread(places[:, at], box.shape[more], box.strides(at)[more]) for at in (0, 1)]
+            places, outer = np.stack(columns, axis=1), more.stop
+            channel = None if channel is None else _spread(channel, box.shape[more], (0,) * len(box.shape[more]))
         for one in (0,) if channel is None else np.unique(channel):
             yield Copy(
                 channel=int(one),
@@ -254,12 +276,18 @@ class Reading:
                 item_bytes=box.item_bytes,
             )
 
-    def _addresses(self, box: Boxes) -> tuple[Ints | None, Ints]:
-        if self.decoded is None:
-            return box.source.addresses()
-        terms, page = box.source, self.side.geometry.page_elements * self.side.item_bytes
-        keys = (terms.outer_keys[:, None] + terms.keys).reshape(-1)
-        return None, self.decoded.places(keys) * page + (terms.outer_bytes[:, None] + terms.bytes).reshape(-1)
+    def _write_addresses(self, terms: Terms, out: Ints) -> Ints | None:
+        """Byte offsets in the source into ``out``, shape (outer boxes, others); and the channels, if several."""
+        np.add(terms.outer_bytes[:, None], terms.bytes, out=out)
+        if self.decoded is not None:
+            pages = self.decoded.place(terms.keys_of_all())[0]
+            out += (pages * (self.side.geometry.page_elements * self.side.item_bytes)).reshape(out.shape)
+            return None
+        if not self.side.paged:
+            return None
+        channel, page = self.side.geometry.places(terms.keys_of_all())
+        out += page.reshape(out.shape)
+        return channel if self.side.geometry.channels > 1 else None
 
 
 def _in_pages(
@@ -287,10 +315,9 @@ def _in_pages(
     copies: list[Copy] = []
     for box in cutting.cut(reading.side, Side(geometry, plain.item_bytes, paged=True), ranges, outer):
         first, step = order.place(box.target.keys)
-        # the outer terms of the target are its tensors' alone, in their order
+        # the outer terms of the target are its tensors' alone
         lines = order.line(box.target.outer_keys // geometry.pages)
-        staging = (first * page + box.target.bytes + lines[:, None] * (step * page)).reshape(-1)
-        copies += reading.copies(box, staging, len(box.shape))
+        copies += reading.page_copies(box, first * page + box.target.bytes, step * page, lines)
     stride = geometry.page_stride
     return RegroupPlan(
         copies=tuple(copies),
@@ -320,43 +347,47 @@ def _in_runs(
     reading: Reading, side: Side, ranges: dict[str, Ints], elements: int, decode: Decode | None
 ) -> RegroupPlan:
     """The elements alone: staging has the target's contiguous runs, one behind the other."""
-    found, depths, channels, offsets, lengths = [], [], [], [], []
+    runs = _runs(side, ranges)
+    span = side.geometry.channel_bytes + 1
+    begin = runs[:, 1] * span + runs[:, 2]
+    copies: list[Copy] = []
     for box in cutting.cut(reading.side, side, ranges):
-        run, depth = box.item_bytes, 0
-        for count, stride in zip(reversed(box.shape), reversed(box.target_strides), strict=True):
-            if stride != run:
-                break
-            run, depth = run * count, depth + 1
         channel, offset = box.target.addresses()
-        outer = len(box.shape) - depth
-        channel = np.zeros_like(offset) if channel is None else channel
-        offset = _spread(offset, box.shape[:outer], box.target_strides[:outer])
-        channel = _spread(channel, box.shape[:outer], (0,) * outer)
-        found.append(box)
-        depths.append(depth)
-        channels.append(channel)
-        offsets.append(offset)
-        lengths.append(np.full(len(offset), run, np.int64))
-    channel, offset, length = (np.concatenate(parts) for parts in (channels, offsets, lengths))
-    order = _sorted(channel, offset)
-    channel, offset, length = channel[order], offset[order], length[order]
-    staged = np.cumsum(length) - length
-    staging = np.empty_like(staged)
-    staging[order] = staged
-    ends = np.cumsum([len(each) for each in offsets])
+        address = offset if channel is None else channel * span + offset
+        outer = 0
+        while True:
+            at = np.searchsorted(begin, address, side="right") - 1
+            inside = address - begin[at]
+            if (inside + box.reach(box.target_strides, outer) < runs[at, 3]).all():
+                break
+            # not in one run: the outermost dim becomes boxes of its own
+            address = _spread(address, box.shape[outer : outer + 1], box.target_strides[outer : outer + 1])
+            outer += 1
+        copies += reading.run_copies(box, runs[at, 0] + inside, outer)
     return RegroupPlan(
-        copies=tuple(
-            copy
-            for box, depth, part in zip(found, depths, np.split(staging, ends[:-1]), strict=True)
-            for copy in reading.copies(box, part, depth)
-        ),
+        copies=tuple(copies),
         zero=np.empty(0, np.int64),
         zero_bytes=0,
-        staging_bytes=int(length.sum()),
-        requests=merged(staged, channel, offset, length),
+        staging_bytes=int(runs[:, 3].sum()),
+        requests=runs,
         payload_bytes=elements * side.item_bytes,
         decode=decode,
     )
+
+
+def _runs(side: Side, ranges: dict[str, Ints]) -> Requests:
+    """The contiguous runs of all elements in a layout, as requests from staging that has them one behind the other."""
+    channels, offsets, lengths = [], [], []
+    for box in cutting.cut(side, side, ranges):
+        channel, offset = box.target.addresses()
+        channel = np.zeros_like(offset) if channel is None else channel
+        offsets.append(_spread(offset, box.shape, box.target_strides))
+        channels.append(_spread(channel, box.shape, (0,) * len(box.shape)))
+        lengths.append(np.full(len(offsets[-1]), box.item_bytes))
+    channel, offset, length = (np.concatenate(parts) for parts in (channels, offsets, lengths))
+    order = np.lexsort((offset, channel)) if channel.any() else np.argsort(offset, kind="stable")
+    channel, offset, length = channel[order], offset[order], length[order]
+    return merged(np.cumsum(length) - length, channel, offset, length)
 
 
 def _spread(offsets: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ints:
@@ -365,10 +396,3 @@ def _spread(offsets: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
     for count, stride in zip(shape, strides, strict=True):
         offsets = (offsets[:, None] + np.arange(count) * stride).reshape(-1)
     return offsets
-
-
-def _sorted(channel: Ints, offset: Ints) -> Ints:
-    """The order by channel and offset."""
-    if channel.any():
-        return np.lexsort((offset, channel))
-    return np.argsort(offset, kind="stable")

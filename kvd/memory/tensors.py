@@ -41,10 +41,6 @@ class TensorMemory:
         return self.device.alignment if self.device is not None else 1
 
     @property
-    def holds(self) -> int:
-        return self.lease.holds
-
-    @property
     def origin(self) -> int:
         """What the device itself adds to a base."""
         return self.device.origin if self.device is not None else 0
@@ -117,7 +113,10 @@ async def lease_tensors(pool: Pool, device: NpuDevice | None, sizes: Sequence[in
 def within(descriptors: Descriptors, start: int, nbytes: int) -> Descriptors:
     """Of (n, 3) rows (local offset, offset in the channel, length), those that lie in a granted slice, with the second
     column counted from it."""
-    inside = (descriptors[:, 1] >= start) & (descriptors[:, 1] + descriptors[:, 2] <= start + nbytes)
-    found = descriptors[inside].copy()
+    begins, ends = descriptors[:, 1], descriptors[:, 1] + descriptors[:, 2]
+    if int(begins.min()) >= start and int(ends.max()) <= start + nbytes:
+        found = descriptors.copy()
+    else:
+        found = descriptors[(begins >= start) & (ends <= start + nbytes)]
     found[:, 1] -= start
     return found

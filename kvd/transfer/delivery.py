@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvd.errors import ChecksumMismatch
+from collections.abc import Sequence
+
 from kvd.mask import IntervalSet
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
@@ -15,6 +17,9 @@ from kvd_client.spec import TokenRange
 
 REFUSED_GRACE_S = 5.0
 """How long a refused write waits for the control message that explains it: the two travel on different connections."""
+
+BATCHES = 3
+"""Of layers: one that is being regrouped, one on the wire, and one between them. Bounds the memory for staging."""
 
 METADATA = "metadata"
 """In the accounts, beside the names of the paths."""
@@ -38,8 +43,8 @@ def fill(book: Book, session: ev.SessionId, link: Link) -> None:
         assert isinstance(part, SourcePart)
         assert part.queue is not None
         path = part.queue.path
-        if part.refused_until is not None:
-            link.remove(part.transfer)
+        if part.refused_until is not None or (part.queue.unit == "layer" and len(part.writes) >= BATCHES):
+            link.remove(part.transfer)  # in the latter case until a batch has ended
         elif part.metadata_queue:
             layer = part.metadata_queue.popleft()
             nbytes = part.layout.metadata_stride
@@ -72,9 +77,9 @@ def _overlaps(book: Book, link: Link) -> bool:
     if not link.turns:
         return False
     part = book.parts[link.turns[0]]
-    return (
-        isinstance(part, SourcePart) and part.queue is not None and part.queue.unit == "layer" and len(part.writes) < 2
-    )
+    if not isinstance(part, SourcePart) or part.queue is None or part.metadata_queue:
+        return False
+    return part.queue.unit == "layer" and len(part.writes) < 2
 
 
 def _turn(part: SourcePart, link: Link, path: Path) -> int:
@@ -115,6 +120,8 @@ def on_write_completed(book: Book, event: ev.WriteCompleted, now: float) -> None
         elif event.error is not None and not part.ended and part.refused_until is None:
             part.refused_until = now + REFUSED_GRACE_S
             part.refusal = event.error.code
+        if part.regroups:
+            work_added(book, part)
     if link is not None and session is not None:
         fill(book, session, link)
 
@@ -124,17 +131,21 @@ def on_tokens_arrived(book: Book, event: ev.TokensArrived, now: float) -> None:
     part = _receiving(book, arrived.transfer, event.session)
     if part is None:
         return
-    for token_range in arrived.ranges:
-        inside = 0 <= token_range.row < part.layout.rows and 0 <= arrived.layer < part.layout.layers
-        if not inside or not 0 <= token_range.start <= token_range.stop <= part.lengths[token_range.row]:
-            book.emit(do.CloseSession(event.session, f"tokens arrived that do not exist: {arrived}"))
-            return
-    take_arrived(book, part, arrived.layer, arrived.ranges, arrived.path)
+    layers = arrived.layers if isinstance(arrived, wire.TensorsArrived) else [arrived]
+    for one in layers:
+        for r in one.ranges:
+            inside = 0 <= r.row < part.layout.rows and 0 <= one.layer < part.layout.layers
+            if not inside or not 0 <= r.start <= r.stop <= part.lengths[r.row]:
+                book.emit(do.CloseSession(event.session, f"tokens arrived that do not exist: {arrived}"))
+                return
+    take_arrived(book, part, layers, arrived.path)
 
 
-def take_arrived(book: Book, part: SinkPart, layer: int, ranges: list[TokenRange], path: str) -> None:
+def take_arrived(
+    book: Book, part: SinkPart, layers: Sequence[wire.LayerRanges] | Sequence[wire.Arrived], path: str
+) -> None:
     """Tokens, which exist, are in place and marked: account for them, and tell the process."""
-    tokens = sum(cover(part, layer, token_range) for token_range in ranges)
+    tokens = sum(cover(part, one.layer, token_range) for one in layers for token_range in one.ranges)
     part.missing -= tokens
     new_bytes = tokens * part.layout.token_bytes
     part.bytes_done += new_bytes

@@ -30,7 +30,7 @@ from kvd.transfer.moving import bind
 from kvd.transfer.parties import PartTensors, Process, Record, Session
 from kvd.transfer.serving import fill_fetch, serve_fetch
 from kvd.types import Descriptors, Lane, NodeId, Role, TransferId
-from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage
+from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage, TensorsArrived
 from kvd_client.layouts import ChannelGrant, Target
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, KVSpec, PartLayout, TokenRange
 
@@ -216,7 +216,7 @@ class Engine:
             return
         number = self._session_id(session)
         match arrived:
-            case Arrived():
+            case Arrived() | TensorsArrived():
                 self.submit(ev.TokensArrived(number, arrived))
             case MetadataArrived():
                 self.submit(ev.MetadataArrived(number, arrived))

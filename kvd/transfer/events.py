@@ -183,7 +183,7 @@ class TokensArrived:
     """A write of the peer is in place, its mask bytes included."""
 
     session: SessionId
-    arrived: Arrived
+    arrived: Arrived | wire.TensorsArrived
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

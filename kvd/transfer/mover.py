@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ class Mover:
         self._pool = pool
         self._records, self._sessions = records, sessions
         self._submit, self._start, self._sent = submit, start, sent
+        self._turn = asyncio.Lock()
 
     def write(self, instruction: do.WriteTensors) -> None:
         record = self._records.get(instruction.transfer)
@@ -57,7 +59,7 @@ class Mover:
         token = b""
         try:
             with record.holding():
-                plans = await moving.stage(self._pool, move, record, instruction.layers)
+                plans = await moving.stage(self._pool, self._turn, move, record, instruction.layers)
                 self._submit(ev.Regrouped(transfer, write))
                 if pulled:
                     token = moving.offer(move, session)

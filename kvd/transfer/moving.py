@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from kvd.transfer import instructions as do
 from kvd.transfer.parties import Record, Session
 from kvd.transfer.serving import STAGING
 from kvd.types import Descriptors, Lane, TransferId
-from kvd.wire.messages import Arrived, Staged
+from kvd.wire.messages import LayerRanges, Staged, TensorsArrived
 from kvd_client.layouts import ChannelGrant
 
 INLINE_BYTES = 1 << 20
@@ -85,8 +85,9 @@ class Move:
             raise Aborted("the move of tensors was cancelled")
 
 
-async def stage(pool: Pool, move: Move, record: Record, layers: Layers) -> list[RegroupPlan]:
+async def stage(pool: Pool, turn: asyncio.Lock, move: Move, record: Record, layers: Layers) -> list[RegroupPlan]:
     """Regroup tokens of a source part into ``move.staging``; returns the plans, whose staging memory lies end to end.
+    ``turn`` lets one batch be regrouped at a time: several would only take the processor from each other.
 
     Raises :class:`~kvd.errors.OutOfMemory` where there is no room for it, and what planning says.
     """
@@ -95,7 +96,6 @@ async def stage(pool: Pool, move: Move, record: Record, layers: Layers) -> list[
     nbytes = sum(plan.staging_bytes for plan in plans)
     move.staging = await pool.lease_soon(nbytes, STAGING, limited=False)
     move.check()
-    began = time.perf_counter()
     sources = record.tensors.memory.buffers() if record.tensors is not None else [record.lease.memory]
     staging = move.staging.memory
 
@@ -105,11 +105,14 @@ async def stage(pool: Pool, move: Move, record: Record, layers: Layers) -> list[
             regroup(plan, sources, staging[at : at + plan.staging_bytes])
             at += plan.staging_bytes
 
-    if nbytes <= INLINE_BYTES:
-        work()
-    else:
-        await asyncio.to_thread(work)
-    move.regroup_us = int((time.perf_counter() - began) * 1e6)
+    async with turn:
+        move.check()
+        began = time.perf_counter()
+        if nbytes <= INLINE_BYTES:
+            work()
+        else:
+            await asyncio.to_thread(work)
+        move.regroup_us = int((time.perf_counter() - began) * 1e6)
     move.nbytes = nbytes
     move.check()
     return plans
@@ -143,19 +146,19 @@ async def push(move: Move, record: Record, session: Session, plans: Sequence[Reg
 
 
 async def mark_far(move: Move, record: Record, session: Session, instruction: do.WriteTensors) -> None:
-    """Every byte of a batch is in place: write its mask bytes, and tell the sink's daemon."""
-    await move.run(_masks(record, session, instruction))
-
-
-def _masks(record: Record, session: Session, instruction: do.WriteTensors) -> Iterator[Operation]:
-    """On the urgent lane, since on the other one they would wait behind the next batch."""
+    """Every byte of a batch is in place: write its mask bytes, and tell the sink's daemon. On the urgent lane, since on
+    the other one they would wait behind the next batch."""
     assert record.sink is not None
-    region = record.lease.region(session.fabric.name)
+    masks = []
     for layer, ranges in instruction.layers:
         mark(mask_view(record.lease.memory, record.layout, layer), ranges)
         plan = plan_tokens(record.layout, record.sink.layout, layer, ranges, source_offset=record.lease.offset)
-        notify = msgspec.msgpack.encode(Arrived(record.sink.sink, layer, list(ranges), instruction.path.value))
-        yield session.endpoint.write(Lane.URGENT, region, record.sink.grant, plan.masks, notify=notify)
+        masks.append(plan.masks)
+    arrived = [LayerRanges(layer, list(ranges)) for layer, ranges in instruction.layers]
+    notify = msgspec.msgpack.encode(TensorsArrived(record.sink.sink, arrived, instruction.path.value))
+    region = record.lease.region(session.fabric.name)
+    grant = record.sink.grant
+    await move.run([session.endpoint.write(Lane.URGENT, region, grant, np.concatenate(masks), notify=notify)])
 
 
 def offer(move: Move, session: Session) -> bytes:
@@ -216,12 +219,16 @@ def by_channel(plans: Sequence[RegroupPlan], offset: int) -> dict[int, Descripto
     ``offset`` on."""
     parts: dict[int, list[Descriptors]] = {}
     for plan in plans:
-        for channel, rows in plan.by_channel().items():
-            moved = rows.copy()
-            moved[:, 0] += offset
-            parts.setdefault(channel, []).append(moved)
+        if not len(plan.requests):
+            continue
+        rows = plan.requests[:, [0, 2, 3]]
+        rows[:, 0] += offset
+        channels = plan.requests[:, 1]  # sorted
+        edges = np.flatnonzero(np.diff(channels)) + 1
+        for channel, piece in zip(channels[[0, *edges]].tolist(), np.split(rows, edges), strict=True):
+            parts.setdefault(channel, []).append(piece)
         offset += plan.staging_bytes
-    return {channel: np.concatenate(rows) for channel, rows in parts.items()}
+    return {channel: rows[0] if len(rows) == 1 else np.concatenate(rows) for channel, rows in parts.items()}
 
 
 def bind(record: Record) -> None:

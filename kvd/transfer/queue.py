@@ -30,6 +30,9 @@ from kvd_client.spec import PartLayout, TokenRange
 MAX_RANGES = 1024
 """Most ranges of one write: bounds the size of its notification."""
 
+LAYERS_BYTES = 4 << 20
+"""Layers that are ready go together until they have so many bytes: a batch costs the same CPU time whatever it has."""
+
 
 class ReadyTokens:
     """What has been rung by the source's process so far: layers, rows and ranges, checked."""
@@ -273,13 +276,14 @@ class SendQueue:
         if path is Path.SPECULATIVE and not self.policy.adaptive:
             room = min(room, int(self._quota))
         taken: dict[int, list[TokenRange]] = {}
+        token_bytes = self.layout.token_bytes
         count = ranges = 0
         while work and count < room and ranges < MAX_RANGES:
             rank, layer, (row, start, stop) = work.pop()
             end = min(stop, start + room - count)
             if end < stop and self.grain > 1:
                 end = start + max((end - start) // self.grain, 0 if taken else 1) * self.grain
-            if end == start or (self.unit == "layer" and taken and layer not in taken):
+            if end == start or (self.unit == "layer" and layer not in taken and count * token_bytes >= LAYERS_BYTES):
                 work.push(rank, layer, (row, start, stop))
                 break
             end = min(stop, end)

@@ -18,7 +18,8 @@ from kvd.errors import (
     UnsupportedLayout,
     error_from_code,
 )
-from kvd.tensors import Route, in_lease, of_target
+from kvd.layout.plan import check_convertible
+from kvd.tensors import in_lease, of_target
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
@@ -27,7 +28,6 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import Policy
 from kvd.wire import messages as wire
 from kvd_client.layouts import UNITS, Target
-from kvd_client.spec import TokenRange
 
 MAX_PULLS = 64
 """Stages that a source may have waiting for one sink."""
@@ -66,7 +66,8 @@ def check_target(part: SourcePart, message: wire.Open) -> KvdError | None:
         theirs = of_target(message.layout, part.lengths, part.head_start, target)
         if part.placement is None:
             mine = in_lease(part.layout, part.lengths, part.head_start, target.placement)
-            Route(mine, theirs).plan([(0, [TokenRange(0, 0, min(part.lengths[0], target.placement.block_tokens))])])
+            for one, other in zip(mine.rows, theirs.rows, strict=True):
+                check_convertible(one, other)
     except KvdError as error:
         return error
     return check_grain(part, message)
@@ -190,6 +191,4 @@ def on_pull_completed(book: Book, event: ev.PullCompleted, now: float) -> None:
     if error is not None:
         book.end(part, error)
         return
-    for one in message.layers:
-        if not part.ended:
-            take_arrived(book, part, one.layer, one.ranges, message.path)
+    take_arrived(book, part, message.layers, message.path)

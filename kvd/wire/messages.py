@@ -264,6 +264,14 @@ class Arrived(msgspec.Struct, array_like=True, tag="a", forbid_unknown_fields=Tr
     path: str = "proactive"
 
 
+class TensorsArrived(msgspec.Struct, array_like=True, tag="t", forbid_unknown_fields=True):
+    """What the notification of tensors' masks carries: these tokens of some layers are in place, masks included."""
+
+    transfer: int
+    layers: list[LayerRanges]
+    path: str
+
+
 class MetadataArrived(msgspec.Struct, array_like=True, tag="m", forbid_unknown_fields=True):
     """A layer's metadata is in place, its mask byte included."""
 
@@ -278,4 +286,4 @@ class FetchArrived(msgspec.Struct, array_like=True, tag="f", forbid_unknown_fiel
     fetch: int
 
 
-Notification = Arrived | MetadataArrived | FetchArrived
+Notification = Arrived | TensorsArrived | MetadataArrived | FetchArrived

@@ -4,7 +4,8 @@
 sink with a device of 8 channels in shared memory; the model is Llama-3.1-70B's (80 layers, 8 KV heads of 128, bfloat16:
 320 KiB a token), all layers computed beforehand. Each round times every way once, one after the other, from the sink's
 open to the last token's mask byte; the ratio is the median over rounds of a way's time over the plain one's of the
-same round. Without ``--rate`` the link is loopback itself.
+same round. Without ``--rate`` the link is loopback itself; with ``--shaped`` it is a veth pair, whose rate the kernel
+holds.
 
 ``convert``: a plain transfer, then the tiling in the sink's host memory, layer by layer with PyTorch where it is
 installed (what an engine without kvd does), else with NumPy. ``convert (kernel)``: the same with kvd's own kernel.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import statistics
 import tempfile
 import time
@@ -32,6 +34,7 @@ from kvd.tensors import Route, in_lease, on_device
 from kvd_client import Client, KVSpec, Placement
 from kvd_client.spec import TokenRange
 from tests.integration.daemons import DaemonProcess, two_daemons
+from tests.integration.netns import two_hosts, why_not
 
 LLAMA = KVSpec(layers=80, kv_heads=8, entry_bytes=512, dtype="bfloat16", model="llama-3.1-70b")
 TILES = Placement(layout="tenstorrent", device="npu")
@@ -45,6 +48,7 @@ class Bench:
     def __init__(self, source: Client, sink: Client, spec: KVSpec, tokens: int) -> None:
         self.source, self.sink, self.spec, self.tokens = source, sink, spec, tokens
         self.number = 0
+        self._pids = [client.status().pid for client in (source, sink)]
 
     def run(self, after: Callable[[Any], None] | None = None, **options: Any) -> tuple[float, dict[str, int]]:
         """Seconds from the sink's open to the last byte (and ``after``), and what the source's counters grew by."""
@@ -54,7 +58,7 @@ class Bench:
             for layer in range(self.spec.layers):  # memory that was never written would be read as one zero page
                 prefill.layer(layer)[:] = layer
                 prefill.layer_ready(layer)
-            before = self.source.status().counters
+            before, cpu = self.source.status().counters, self._cpu()
             began = time.perf_counter()
             with self.sink.decode(name, self.spec, [self.tokens], source="prefill", **options) as decode:
                 decode.wait_ready(timeout_s=WAIT_S)
@@ -62,8 +66,16 @@ class Bench:
                     after(decode)
                 seconds = time.perf_counter() - began
             prefill.finish(timeout_s=WAIT_S)
-            now = self.source.status().counters
-        return seconds, {key: now[key] - before.get(key, 0) for key in now}
+            now, cpu = self.source.status().counters, self._cpu() - cpu
+        return seconds, {key: now[key] - before.get(key, 0) for key in now} | {"cpu_ms": int(1e3 * cpu)}
+
+    def _cpu(self) -> float:
+        """Processor seconds of both daemons so far: what a busy machine changes least."""
+        total = 0
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+        return total / os.sysconf("SC_CLK_TCK")
 
     def paged(self, placement: Placement) -> tuple[float, dict[str, int]]:
         """Into every second block of a cache, so that none touches another."""
@@ -109,7 +121,7 @@ def has_torch() -> bool:
 
 
 @contextlib.contextmanager
-def clients(rate: str, nbytes: int) -> Iterator[tuple[Client, Client]]:
+def clients(rate: str, nbytes: int, shaped: bool = False) -> Iterator[tuple[Client, Client]]:
     room = f"{(5 * nbytes >> 20) + 64}MiB"
     config: dict[str, Any] = {
         "memory": {"pool": room, "arena": "64MiB"},
@@ -120,18 +132,36 @@ def clients(rate: str, nbytes: int) -> Iterator[tuple[Client, Client]]:
         "transfer": {"window": "64MiB"},
         "log": {"level": "warning"},
     }
-    if rate:
-        config["fabric"] = {"rate": rate}
-    with tempfile.TemporaryDirectory() as folder, two_daemons(Path(folder), **config) as pair:
-        daemons: tuple[DaemonProcess, DaemonProcess] = pair
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if shaped:
+            hosts = stack.enter_context(two_hosts())
+            for host in hosts:
+                host.shape(rate)
+            key = Path(folder) / "key"
+            key.touch(mode=0o600)
+            key.write_text(secrets.token_hex(32))
+            config["peers"] = {"key_file": str(key)}
+            daemons = []
+            for node, host, other in zip(("prefill", "decode"), hosts, reversed(hosts), strict=True):
+                peers = {"decode" if node == "prefill" else "prefill": f"{other.address}:7440"}
+                listen = f"{host.address}:7440"
+                daemon = DaemonProcess(
+                    Path(folder), node, listen=listen, peers=peers, config=config, prefix=host.prefix
+                )
+                stack.callback(daemon.destroy)
+                daemons.append(daemon.start())
+        else:
+            if rate:
+                config["fabric"] = {"rate": rate}
+            daemons = list(stack.enter_context(two_daemons(Path(folder), **config)))
         with daemons[0].client("source") as source, daemons[1].client("sink") as sink:
             yield source, sink
 
 
-def measure(tokens: int, rate: str, rounds: int, layers: int) -> None:
+def measure(tokens: int, rate: str, rounds: int, layers: int, chosen: list[str], shaped: bool) -> None:
     spec = msgspec.structs.replace(LLAMA, layers=layers)
     nbytes = tokens * layers * spec.kv_heads * spec.entry_bytes
-    with clients(rate, nbytes) as (source, sink):
+    with clients(rate, nbytes, shaped) as (source, sink):
         bench = Bench(source, sink, spec, tokens)
         torch = has_torch()
         ways: dict[str, Callable[[], tuple[float, dict[str, int]]]] = {
@@ -146,23 +176,28 @@ def measure(tokens: int, rate: str, rounds: int, layers: int) -> None:
         }
         if torch:
             ways["convert"] = lambda: bench.run(bench.convert_with_torch)
+        ways = {name: way for name, way in ways.items() if name == "plain" or not chosen or name in chosen}
         for way in ways.values():
             way()  # makes the memory
         times: dict[str, list[float]] = {name: [] for name in ways}
         last: dict[str, dict[str, int]] = {}
+        cpu: dict[str, list[int]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, way in ways.items():
                 seconds, last[name] = way()
                 times[name].append(seconds)
+                cpu[name].append(last[name]["cpu_ms"])
         print(f"\n{nbytes / (1 << 20):.0f} MiB, {tokens} tokens, {layers} layers, link {rate or 'loopback'}")
-        print(f"{'way':18} {'median':>9} {'best':>9} {'ratio':>7} {'best ratio':>10} {'requests':>9} {'regroup':>9}")
+        print(
+            f"{'way':18} {'median':>9} {'best':>9} {'ratio':>7} {'best ratio':>10} {'requests':>9} {'regroup':>9} {'CPU':>8}"
+        )
         for name, found in times.items():
             ratio = statistics.median(one / plain for one, plain in zip(found, times["plain"], strict=True))
             requests, regroup_us = last[name].get("tensor_requests", 0), last[name].get("regroup_us", 0)
             print(
                 f"{name:18} {1e3 * statistics.median(found):6.0f} ms {1e3 * min(found):6.0f} ms {ratio:7.3f} "
                 f"{min(found) / min(times['plain']):10.3f} {requests or '':>9} "
-                f"{f'{regroup_us / 1e3:.0f} ms' if regroup_us else '':>9}",
+                f"{f'{regroup_us / 1e3:.0f} ms' if regroup_us else '':>9} {statistics.median(cpu[name]):5.0f} ms",
                 flush=True,
             )
 
@@ -173,10 +208,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LLAMA.layers)
     parser.add_argument("--rate", default="", help="limit of the link, as in the configuration, such as 10gbit")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", default=[], help="beside the plain one, by the names of the table")
+    parser.add_argument("--shaped", action="store_true", help="the kernel's tbf holds the rate, as root, not kvd")
     options = parser.parse_args()
+    if options.shaped and why_not():
+        raise SystemExit(f"bench_hetero: {why_not()}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for tokens in options.tokens:
-        measure(tokens, options.rate, options.rounds, options.layers)
+        measure(tokens, options.rate, options.rounds, options.layers, options.ways, options.shaped)
 
 
 if __name__ == "__main__":

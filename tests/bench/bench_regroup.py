@@ -19,6 +19,11 @@ from typing import Any, TypeAlias
 import kvd_kernels as kernels
 import numpy as np
 
+from kvd.layout import execute
+from kvd.tensors import Route, in_lease, on_device
+from kvd_client import KVSpec, Placement
+from kvd_client.spec import TokenRange, part_layout
+
 Ways: TypeAlias = dict[str, Callable[[], object]]
 
 POOL = 256 << 20
@@ -127,6 +132,43 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Ways]]]:
 
         return f"block table, {nbytes >> 10} KiB blocks", total, prepare
 
+    def planned() -> Any:
+        """One layer of a transfer: entries of K and V together, from a lease to a device's tiles, by the plan."""
+        spec = KVSpec(layers=1, kv_heads=HEADS, entry_bytes=4 * WIDTH, dtype="bfloat16", model="llama")
+        layout = part_layout(spec, heads=HEADS, rows=1, capacity=TOKENS)
+        placement, blocks = Placement(layout="tenstorrent", device="npu"), TOKENS // 32
+        table = np.arange(blocks, dtype=np.int64)[None]
+        tiles = on_device(layout, [TOKENS], 0, placement, channels=8, alignment=64, blocks=blocks, table=table)
+        route = Route(in_lease(layout, [TOKENS], 0, placement), tiles)
+        (plan,) = route.plan([(0, [TokenRange(0, 0, TOKENS)])])
+        nbytes = plan.staging_bytes
+
+        def prepare() -> Ways:
+            source, out = part(layout.nbytes), staging[:nbytes]
+            ways: Ways = {"memcpy": lambda: np.copyto(other[:nbytes], source[:nbytes])}
+            native(ways, lambda: execute.regroup(plan, [source], out))
+            return ways
+
+        return f"a layer's plan, 8 channels, {len(plan.requests)} requests", nbytes, prepare
+
+    def coded(title: str, magnitude: int, way: str) -> Any:
+        nbytes, page = 16 << 20, kernels.block_page_bytes(1024, magnitude)
+        pages, stride = nbytes // 2048, -(-page // 64) * 64
+        offsets, encoded = np.arange(pages) * stride, staging[: pages * stride]
+
+        def prepare() -> Ways:
+            source = part(nbytes)
+            ways: Ways = {"memcpy": lambda: np.copyto(other[:nbytes], source)}
+            if way == "encode":
+                native(ways, lambda: kernels.encode_bfp(source, "bf16", magnitude, 1024, encoded, stride))
+            else:
+                blocks = part(pages * stride)
+                native(ways, lambda: kernels.decode_bfp(blocks, offsets, magnitude, 1024, staging[:nbytes], "bf16"))
+            return ways
+
+        return f"{way} {title} ({'from' if way == 'encode' else 'to'} bf16)", nbytes, prepare
+
+    yield planned()
     yield tile("bf16", 2, 1)
     yield tile("bf16", 2, 8)
     yield tile("bf16", 2, 8, side=1)
@@ -137,6 +179,9 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Ways]]]:
     yield untile(8)
     yield blocks(8 << 10, 16 << 20)
     yield blocks(64 << 10, 16 << 20)
+    for title, magnitude in (("bfp8_b", 7), ("bfp4_b", 3)):
+        yield coded(title, magnitude, "encode")
+        yield coded(title, magnitude, "decode")
 
 
 def measure(prepare: Callable[[], Ways], rounds: int) -> tuple[float, dict[str, list[float]]]:

@@ -147,15 +147,19 @@ def test_large_tensors_go_past_the_caches_to_the_same_bytes(dtype: Any, channels
     places, order, _ = tiled(tokens, heads, width, size, channels, first=0)
     there, back = tile_boxes(size, row)
     expected = tiles_by_numpy(tensor[:tokens])[order].tobytes()
+    rng = np.random.default_rng(2)
     assert len(expected) > STREAMED
     for name in IMPLEMENTATIONS:
         tiles, whole = memory(len(expected), offset)
         again, rest = memory(len(expected), offset)
         with using(name):
-            kernels.regroup(tensor, tiles, places, *there)
-            kernels.regroup(tiles, again, places[:, ::-1].copy(), *back)
-        assert tiles.tobytes() == expected, name
-        assert again.tobytes() == tensor[:tokens].tobytes(), name
+            kernels.regroup(tensor, tiles, places[rng.permutation(len(places))], *there)
+            assert tiles.tobytes() == expected, name
+            # Where the places come in the target's order, neighbours are written together.
+            for order in (np.argsort(places[:, 0]), rng.permutation(len(places))):
+                again[:] = 0x5A
+                kernels.regroup(tiles, again, np.ascontiguousarray(places[order, ::-1]), *back)
+                assert again.tobytes() == tensor[:tokens].tobytes(), name
         for guarded in (whole, rest):
             begin = -guarded.ctypes.data % 64 + 64 + offset
             assert (guarded[:begin] == 0x5A).all(), name
@@ -176,6 +180,36 @@ def test_large_rows_of_any_width(item: int) -> None:
         with using(name):
             kernels.regroup(source, target, places, (3,), (item,), (item,), item)
         assert target.tobytes() == expected.tobytes(), name
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(1, 3), st.integers(2, 5), st.sampled_from((32, 64, 128)), st.integers(0, 2), st.integers(0, 2**32 - 1)
+)
+def test_large_boxes_side_by_side(n: int, rows: int, item: int, gap: int, seed: int) -> None:
+    """Rows of whole lines, some boxes with their neighbours right beside them and some not, the last ones as well."""
+    rng = np.random.default_rng(seed)
+    filled = n * item * 2
+    boxes = STREAMED // (rows * filled) + 3
+    width = filled * (7 + gap)  # seven boxes side by side, and room or none
+    source = random_bytes(seed % 1000, boxes * rows * filled)
+    line, column = np.divmod(np.arange(boxes), 7)
+    places = np.stack((rng.permutation(boxes) * rows * filled, line * rows * width + column * filled), axis=1)
+    swapped = rng.integers(0, boxes, 6)
+    places[swapped] = places[swapped[::-1]]
+    box = ((rows, 2 * n), (filled, item), (width, item), item)
+    size = int(places[:, 1].max()) + (rows - 1) * width + filled
+    expected = np.full(size, 0x5A, np.uint8)
+    for r in range(rows):
+        windows = np.ndarray((size - filled + 1,), f"V{filled}", expected, strides=(1,))
+        given_ = source.reshape(boxes, rows, filled)[places[:, 0] // (rows * filled), r]
+        windows[places[:, 1] + r * width] = np.ascontiguousarray(given_).view(f"V{filled}").reshape(-1)
+    for name in IMPLEMENTATIONS:
+        target, whole = memory(size)
+        with using(name):
+            kernels.regroup(source, target, places, *box)
+        assert target.tobytes() == expected.tobytes(), name
+        assert (whole[: -whole.ctypes.data % 64 + 64] == 0x5A).all(), name
 
 
 @CASES

@@ -1,7 +1,7 @@
 """kill -9 while tensors are on their way into a device, or out of it: both sides hear of it, and all memory comes back.
 
-Links are slow here, so that each batch is on its way for a while. What must be given back: leases of the pool (staging
-among them), channels of the devices, and the caches of a process that is gone.
+Links are slow here, and the cache is a few batches large, so that some are on their way for a while. What must be given
+back: leases of the pool (staging among them), channels of the devices, and the caches of a process that is gone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.integration.daemons import DaemonProcess, random_layer, two_daemons
 
 WAIT_S = 20.0
 SPEC = KVSpec(layers=8, kv_heads=2, entry_bytes=256, dtype="bfloat16", model="test")
-TOKENS = 512
+TOKENS = 4096
 TILES = Placement(layout="tenstorrent", device="bh")
 CONFIG: dict[str, dict[str, Any]] = {
     "npu.bh": {"channels": 8, "channel_bytes": "4MiB", "alignment": 64},
-    "fabric": {"rate": "20mbit"},
+    "fabric": {"rate": "100mbit"},
     "memory": {"pool": "64MiB", "arena": "16MiB"},
 }
 ENDS = [
@@ -57,8 +57,8 @@ def _process(socket: str, role: str, way: str, request: str, pipe: Connection) -
             else:
                 options: dict[str, Any] = {}
                 if way == "cache":
-                    cache = client.open_cache(SPEC, TILES, 20)
-                    options = {"cache": cache, "blocks": [list(range(19, 3, -1))]}
+                    cache = client.open_cache(SPEC, TILES, 140)
+                    options = {"cache": cache, "blocks": [list(range(139, 11, -1))]}
                 elif way != "back":
                     options = {"placement": TILES, "pull": way == "pull"}
                 transfer = client.decode(request, SPEC, [TOKENS], source="prefill", **options)

@@ -20,9 +20,9 @@ from kvd.transfer.book import Book
 from kvd.transfer.core import Settings, TransferCore
 from kvd.types import Role
 from kvd.wire.messages import WireMessage
-from kvd_client.spec import MASK_LOCAL
+from kvd_client.spec import MASK_LOCAL, TokenRange
 
-from . import selective
+from . import selective, tensors
 from .links import CONTROL, End, FetchAnswer, Operation, Record, Violation, Write
 from .memory import Bytes, Grant, Memory
 
@@ -47,6 +47,9 @@ class Node:
             do.SendOpen: self._send_open,
             do.BindSink: self._bind_sink,
             do.WriteTokens: self._write_tokens,
+            do.WriteTensors: partial(tensors.write_tensors, self),
+            do.EndStage: partial(tensors.end_stage, self),
+            do.PullTensors: partial(tensors.pull_tensors, self),
             do.WriteMetadata: partial(selective.write_metadata, self),
             do.ServeFetch: partial(selective.serve_fetch, self),
             do.FillFetch: partial(selective.fill_fetch, self),
@@ -70,6 +73,7 @@ class Node:
         self.ends: dict[ev.SessionId, End] = {}
         self.connecting: dict[str, list[int]] = {}
         self.writes: set[int] = set()
+        self.stages: dict[bytes, tensors.Batch] = {}
         self.next_transfer = 1
         self.next_fetch = 1
         self.tick_at: float | None = None
@@ -219,22 +223,10 @@ class Node:
         layout, name = record.lease.layout, self.name
         # A turn may concern several layers, a write each; the window must have been open when the turn began.
         end = self.check_write(record, instruction, turn=max(self.settings.chunk, layout.token_bytes))
-        selective.check_tokens(self, record, end, instruction)
-        tokens = 0
+        tokens = sum(r.stop - r.start for r in instruction.ranges)
+        selective.check_tokens(self, record, end, instruction.path, instruction.layer, tokens)
         for r in instruction.ranges:
-            piece = np.s_[instruction.layer, r.row, r.start : r.stop]
-            tokens += r.stop - r.start
-            if not 0 <= r.start < r.stop <= record.lengths[r.row] or not record.lease.known[piece].all():
-                raise Violation(f"{name}: part {record.transfer} sends {r}, which was never rung", record.request)
-            if record.lease.sent[piece].any():
-                raise Violation(
-                    f"{name}: part {record.transfer} sends {r} of layer {instruction.layer} twice", record.request
-                )
-            record.lease.sent[piece] = True
-            if record.sink is not None:
-                if record.sink.known[piece].any():
-                    raise Violation(f"{name}: part {record.transfer} sends {r}, which the sink holds", record.request)
-                record.sink.sent[piece] = True
+            self.check_sent(record, instruction.layer, r, np.s_[instruction.layer, r.row, r.start : r.stop])
         if instruction.nbytes != tokens * layout.token_bytes:
             raise Violation(f"{name}: {instruction} says the wrong number of bytes", record.request)
         if instruction.nbytes > max(self.settings.chunk, layout.token_bytes):
@@ -251,7 +243,22 @@ class Node:
             )
         )
 
-    def check_write(self, record: Record, instruction: do.WriteTokens | do.WriteMetadata, turn: int) -> End:
+    def check_sent(self, record: Record, layer: int, r: TokenRange, piece: Any) -> None:
+        """Note tokens as sent; each may be, once."""
+        name = self.name
+        if not 0 <= r.start < r.stop <= record.lengths[r.row] or not record.lease.known[piece].all():
+            raise Violation(f"{name}: part {record.transfer} sends {r}, which was never rung", record.request)
+        if record.lease.sent[piece].any():
+            raise Violation(f"{name}: part {record.transfer} sends {r} of layer {layer} twice", record.request)
+        record.lease.sent[piece] = True
+        if record.sink is not None:
+            if record.sink.known[piece].any():
+                raise Violation(f"{name}: part {record.transfer} sends {r}, which the sink holds", record.request)
+            record.sink.sent[piece] = True
+
+    def check_write(
+        self, record: Record, instruction: do.WriteTokens | do.WriteTensors | do.WriteMetadata, turn: int
+    ) -> End:
         """What holds for every bulk write; the end that it goes to."""
         end = self.ends.get(instruction.session)
         if end is None or instruction.session != record.bound:
@@ -265,10 +272,16 @@ class Node:
 
     def begin(self, operation: Write) -> None:
         """Set a write on its way."""
-        world, end, connection = self.world, operation.end, operation.connection
+        self.register(operation)
+        self.schedule(operation)
+
+    def register(self, operation: Write) -> None:
         self.writes.add(operation.write)
         operation.record.operations.add(operation.write)
-        end.operations[operation.write] = operation
+        operation.end.operations[operation.write] = operation
+
+    def schedule(self, operation: Write) -> None:
+        world, end, connection = self.world, operation.end, operation.connection
         for number, stage in enumerate(operation.stages()):
             arrival = max(end.last[connection], world.now + (0.001 if number else world.delay()))
             end.last[connection] = arrival
@@ -290,8 +303,10 @@ class Node:
         if not isinstance(operation, FetchAnswer):
             end.in_flight -= operation.nbytes
         record.operations.discard(operation.write)
+        if isinstance(operation, tensors.Batch):
+            self.stages.pop(operation.token, None)
         if record.freed and not record.operations:
-            self._give_back(record)
+            self.give_back(record)
         self.feed(operation.ended(error))
 
     def _cancel_writes(self, instruction: do.CancelWrites) -> None:
@@ -358,10 +373,10 @@ class Node:
         if record.grant is not None:
             self.memory.revoke(record.grant)
         if not record.operations:
-            self._give_back(record)
+            self.give_back(record)
         record.attempt.on_freed(record)
 
-    def _give_back(self, record: Record) -> None:
+    def give_back(self, record: Record) -> None:
         """The memory is free, and often somebody else's at once, with other bytes in it."""
         self.memory.give_back(record.lease)
         if self.world.chance(0.5):
@@ -406,6 +421,7 @@ class Node:
             "fetches in service": [link for link in book.links.values() if link.urgent],
             "grants": self.memory.grants,
             "operations": self.writes,
+            "stages": self.stages,
         }
         if sessions:
             left |= {

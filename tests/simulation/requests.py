@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from kvd.transfer import events as ev
 from kvd.transfer.handle import Handle
 from kvd.transfer.policy import Profiled
 from kvd.types import Role
+from kvd_client.layouts import Placement
 from kvd_client.protocol import MODES
 from kvd_client.spec import MASK_LOCAL, KVSpec, MetadataSpec, TokenRange, part_layout
 
@@ -24,6 +26,7 @@ from .decoding import Decode
 from .links import Record, Violation
 from .memory import Bytes, Lease
 from .node import Node
+from .tensors import draw_placement, draw_unit, target_of
 
 if TYPE_CHECKING:
     from .world import World
@@ -66,6 +69,11 @@ class Plan:
     source_mode: str = ""
     sink_mode: str = ""
     prefill_s: float = 0.0
+    source_placement: Placement | None = None
+    sink_placement: Placement | None = None
+    """Tensors in a layout of their own, at either end."""
+    unit: str = ""
+    pull: bool = False
     misfit: str = ""
     """The first sink differs in this."""
     rival: str = ""
@@ -81,6 +89,12 @@ class Plan:
     """How its fetches ended."""
     paths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Bytes that its sinks received, by path."""
+
+    @property
+    def grain(self) -> int:
+        """Tokens that go together, whatever else."""
+        placements = (self.source_placement, self.sink_placement)
+        return math.lcm(*(placement.block_tokens for placement in placements if placement is not None))
 
     @property
     def nodes(self) -> set[str]:
@@ -121,11 +135,27 @@ def make_plan(world: World, number: int, nodes: list[str]) -> Plan:
             plan.metadata = tuple(MetadataSpec(name=name, layer_bytes=rng.choice((1, 20, 64))) for name in names)
         if rng.random() < 0.6:
             world.profiled[plan.request] = _profiled(rng, spec)
+    _draw_tensors(rng, plan)
     if ranks == 1 and rng.random() < 0.2:
         plan.misfit = rng.choice(tuple(MISFITS))
     elif ranks == 1 and len(nodes) > 2 and way == "request" and rng.random() < 0.3:
         plan.rival = next(node for node in nodes if node not in (source, sink))
     return plan
+
+
+def _draw_tensors(rng: random.Random, plan: Plan) -> None:
+    """Some sinks, and some sources, have their tensors in blocks of a layout; what is held then are whole blocks."""
+    entry = plan.spec.entry_bytes
+    if rng.random() < 0.4:
+        plan.sink_placement = draw_placement(rng, entry)
+        plan.pull = rng.random() < 0.5
+        plan.unit = draw_unit(rng, plan.sink_mode)
+    if rng.random() < 0.15 and plan.landing == (0, 0):
+        plan.source_placement = draw_placement(rng, entry)
+    grain = plan.grain
+    plan.held = tuple(
+        TokenRange(r.row, r.start // grain * grain, max(r.start, r.stop) // grain * grain) for r in plan.held
+    )
 
 
 def _profiled(rng: random.Random, spec: KVSpec) -> Profiled:
@@ -236,13 +266,17 @@ class Attempt:
         else:
             handle = plan.handles[self.rank] if plan.way == "handle" else ""
             peer = "" if plan.way == "announce" else plan.source
+        layout = part_layout(
+            spec, heads=plan.heads, rows=len(lengths), capacity=capacity, metadata=metadata,
+            landing_entries=0 if source else plan.landing[0], landing_slots=0 if source else plan.landing[1],
+        )  # fmt: skip
+        target = None
+        if not source and plan.sink_placement is not None:
+            target = target_of(plan.sink_placement, plan.unit, plan.pull, layout)
         return ev.PartOpened(
             transfer=transfer, role=self.role, client=self.client, request=self.request, rank=self.rank, ranks=ranks,
             head_start=head_start, spec=spec, lengths=lengths, handle=handle, peer=peer,
-            layout=part_layout(
-                spec, heads=plan.heads, rows=len(lengths), capacity=capacity, metadata=metadata,
-                landing_entries=0 if source else plan.landing[0], landing_slots=0 if source else plan.landing[1],
-            ),
+            layout=layout, placement=plan.source_placement if source else None, target=target,
             held=() if source else held, deadline_s=plan.deadline_s, mode=mode,
             selector=plan.request if source else "", prefill_s=plan.prefill_s if source else 0.0,
         )  # fmt: skip

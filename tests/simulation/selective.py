@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 # --- at the source ----------------------------------------------------------------------------------------------------
 
 
-def check_tokens(node: Node, record: Record, end: End, instruction: do.WriteTokens) -> None:
+def check_tokens(node: Node, record: Record, end: End, path: Path, layer: int, tokens: int) -> None:
     """What may not be written now, whatever its bytes are."""
     lease, part = record.lease, node.core.parts[record.transfer]
     assert isinstance(part, SourcePart)
     assert part.queue is not None
     policy = part.queue.policy
-    if instruction.path is Path.SPECULATIVE:
+    if path is Path.SPECULATIVE:
         if end.serving:
             raise Violation(
                 f"{node.name}: part {record.transfer} sends speculatively while {end.serving} fetches are served",
@@ -42,17 +42,18 @@ def check_tokens(node: Node, record: Record, end: End, instruction: do.WriteToke
             )
         if part.mode != "speculative":
             raise Violation(f"{node.name}: {record.transfer} sends speculatively in mode {part.mode}", record.request)
-        record.speculated += instruction.nbytes // lease.layout.token_bytes
-        allowed = part.queue.windows_used * policy.share * sum(record.lengths)
+        record.speculated += tokens
+        # a block that is larger than its share goes in whole, and what follows waits for it
+        allowed = part.queue.windows_used * policy.share * sum(record.lengths) + record.attempt.plan.grain - 1
         if not policy.adaptive and record.speculated > allowed + 1e-6:
             raise Violation(
                 f"{node.name}: part {record.transfer} sends {record.speculated} tokens speculatively, and windows "
                 f"allowed {allowed}",
                 record.request,
             )
-    elif policy.until_finish and part.finished and instruction.layer >= ALWAYS_LAYERS:
+    elif policy.until_finish and part.finished and layer >= ALWAYS_LAYERS:
         raise Violation(
-            f"{node.name}: part {record.transfer} pushes layer {instruction.layer} after the first token",
+            f"{node.name}: part {record.transfer} pushes layer {layer} after the first token",
             record.request,
         )
     if (lease.metadata_known & ~lease.metadata_sent).any():

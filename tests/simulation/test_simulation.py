@@ -11,20 +11,23 @@ import pytest
 
 from kvd.errors import PeerLost
 from kvd.mask import IntervalSet
-from kvd.transfer import core, delivery, matching, on_demand, pairing, processes
+from kvd.transfer import core, delivery, matching, on_demand, pairing, processes, queue, staging
 from kvd.transfer import events as ev
+from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
 from kvd.wire import messages as wire
+from kvd_client.layouts import UNITS
 from kvd_client.protocol import MODES
 from kvd_client.spec import TokenRange
 
 from .links import FetchAnswer, MetadataWrite, Operation, Violation
 from .memory import Lease
 from .story import tell
+from .tensors import Batch
 from .world import World
 
 CHUNKS, SEEDS = 10, 200
@@ -50,6 +53,7 @@ def test_the_worlds_have_what_they_are_for() -> None:
     answers: set[str] = set()
     paths: set[str] = set()
     modes: set[str] = set()
+    tensors: set[str] = set()
     faults: set[str] = set()
     codes: set[str] = set()
     for seed in range(300):
@@ -65,9 +69,13 @@ def test_the_worlds_have_what_they_are_for() -> None:
             undisturbed |= {plan.way, f"{plan.ranks} ranks", plan.misfit, "rival" * bool(plan.rival)}
             undisturbed.add("held" * any(r.start < r.stop for r in plan.held))
             modes |= {plan.sink_mode or plan.source_mode}
+            if plan.sink_placement is not None:
+                tensors |= {f"{plan.unit} {'pull' if plan.pull else 'push'}", "held" * bool(plan.held)}
+            tensors |= {"from a device" * (plan.source_placement is not None)}
     assert undisturbed >= {"request", "handle", "announce", "both", "1 ranks", "2 ranks", "3 ranks", "rival", "held"}
     assert undisturbed >= {"model", "lengths", "ranks", "head_start", "metadata", "mode"}
     assert modes >= {"", *MODES}
+    assert tensors >= {f"{unit} {way}" for unit in ("", *UNITS) for way in ("push", "pull")} | {"held", "from a device"}
     assert paths >= {"proactive", "speculative", "on_demand", "metadata", "windows", "fetches"}
     assert answers >= {"OK", "INVALID_ARGUMENT", "LEASE_EXPIRED", "ABORTED", "PROCESS_LOST", "PEER_LOST"}
     assert faults >= {"abort", "release", "kill", "reject", "session broke", "node crashed", "node drains", ""}
@@ -357,6 +365,51 @@ def a_ranking_makes_work_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SendQueue, "rank", rank)
 
 
+# Of tensors in a layout of their own.
+
+
+def tensors_masks_before_data(patch: pytest.MonkeyPatch) -> None:
+    def stages(self: Batch) -> list[Callable[[], None]]:
+        return [self.place_masks, lambda: self._place(0), lambda: self._place(1), self.notify]
+
+    patch.setattr(Batch, "stages", stages)
+
+
+def blocks_are_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pairing, "grain_of", lambda part, target: 1)
+
+
+def a_part_of_the_whole(patch: pytest.MonkeyPatch) -> None:
+    def gather(self: SendQueue, layer: int, piece: TokenRange) -> None:
+        self._enqueue(layer, piece.row, piece.start, piece.stop)
+
+    patch.setattr(SendQueue, "_gather", gather)
+
+
+def a_read_that_nobody_hears_of(patch: pytest.MonkeyPatch) -> None:
+    def on_pull_completed(book: Book, event: ev.PullCompleted, now: float) -> None:
+        staging.on_pull_completed(book, event, now)
+        book.out = [i for i in book.out if not isinstance(getattr(i, "message", None), wire.Pulled)]
+
+    patch.setitem(core._EVENTS, ev.PullCompleted, on_pull_completed)
+
+
+def a_stage_outlives_its_part(patch: pytest.MonkeyPatch) -> None:
+    def emit(self: Book, instruction: do.Instruction) -> None:
+        part = self.parts.get(getattr(instruction, "transfer", -1))
+        pulled = isinstance(part, SourcePart) and part.pulled
+        if not (isinstance(instruction, do.CancelWrites) and pulled):
+            properly(self, instruction)
+
+    properly = Book.emit
+    patch.setattr(Book, "emit", emit)
+
+
+def batches_pile_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(delivery, "BATCHES", 100)
+    patch.setattr(queue, "LAYERS_BYTES", 1)
+
+
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     mask_before_data: "mask says local, but bytes",
     late_write_after_reuse: "bytes of token|nobody sent|bytes of another's memory",
@@ -392,6 +445,12 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_ranking_loses_what_is_pending: "tokens are said to be pending",
     a_ranking_sends_again: "queued twice|changed what is to be sent",
     a_ranking_makes_work_wait: "changed what is to be sent",
+    tensors_masks_before_data: "mask says local, but bytes",
+    blocks_are_cut: "no whole blocks",
+    a_part_of_the_whole: "sends a part of the whole",
+    a_read_that_nobody_hears_of: "nothing disturbed|there are still",
+    a_stage_outlives_its_part: "there are still",
+    batches_pile_up: "batches at once",
 }
 
 

@@ -69,7 +69,8 @@ def test_what_is_no_device_is_refused_by_key(line: str, words: str) -> None:
         ('backing = "tenstorrent"', "$.npu.x.path: name the card's file, such as /dev/tenstorrent/0"),
         ('backing = "tenstorrent"', "$.npu.x.noc: 0 tiles for 8 channels; give the tile of each bank"),
         ('backing = "tenstorrent"\nnoc = ["x"]', '$.npu.x.noc: "x" is not a tile\'s coordinates, such as "17-14"'),
-        ('backing = "tenstorrent"\norigin = "33B"', "$.npu.x.origin: 33 is no multiple of alignment, 64"),
+        ('backing = "tenstorrent"\norigin = "33B"', "$.npu.x.origin: 33 is no multiple of the page size, "),
+        ('backing = "tenstorrent"\norigin = "64B"', "$.npu.x.origin: 64 is no multiple of the page size, "),
         (
             'backing = "tenstorrent"\norigin = "4GiB"',
             "$.npu.x.origin: channels from 4294967296 to 4563402752 don't fit into the card's windows of 4GiB",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvd.errors import DeviceUnavailable, InvalidArgument
+from kvd.errors import DeviceUnavailable, FabricError, InvalidArgument
 from kvd.fabric.base import Region
 from kvd.memory import tenstorrent as tt
 from kvd.memory.device import NpuDevice
@@ -189,8 +189,8 @@ def test_a_device_of_windows_places_tensors_at_the_cards_addresses(driver: Drive
 def test_fabrics_that_reach_other_devices_get_the_dma_buf_and_others_the_mapping(driver: Driver) -> None:
     given: list[tuple[int, int, int]] = []
 
-    class Verbs:
-        name = "verbs"
+    class Direct:
+        name = "direct"
 
         def register(self, memory: memoryview) -> Region:
             raise AssertionError("the pages of a card can't be pinned")
@@ -210,10 +210,14 @@ def test_fabrics_that_reach_other_devices_get_the_dma_buf_and_others_the_mapping
         def deregister(self, region: Region) -> None: ...
 
     channels = backing(driver, origin=PAGE + 64)
-    npu = NpuDevice("bh", channels, channels=3, channel_bytes=NBYTES, alignment=64, fabrics=[Verbs(), Tcp()])
+    npu = NpuDevice("bh", channels, channels=3, channel_bytes=NBYTES, alignment=64, fabrics=[Direct(), Tcp()])
     assert given == [(NBYTES, channels.fd(c), 64) for c in range(3)]
     assert npu.region(1, "tcp").memory.nbytes == NBYTES
     npu.close()
+    Tcp.name = "verbs"
+    with pytest.raises(FabricError, match="registers host memory only, not a card's dma-buf"):
+        NpuDevice("bh", backing(driver), channels=3, channel_bytes=NBYTES, alignment=64, fabrics=[Tcp()])
+    assert driver.taken == {}
 
 
 def test_without_a_card_one_sentence_says_so(tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ def test_what_people_see() -> None:
     )
 
 
+def test_what_moving_tensors_took() -> None:
+    counters = {"tensor_requests": 640, "tensor_bytes": 80 << 20, "regroup_us": 1_300_000}
+    assert "  tensors  640 requests, 80.0 MiB, regrouped in 1.3s" in render(replace(STATUS, counters=counters))
+    del counters["regroup_us"]  # a sink that pulls
+    assert "  tensors  640 requests, 80.0 MiB" in render(replace(STATUS, counters=counters))
+
+
 def test_without_peers_and_transfers() -> None:
     lines = list(render(replace(STATUS, peers=[], transfers=[], draining=True)))
     assert lines[0].startswith("a  draining  up")

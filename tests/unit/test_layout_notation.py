@@ -177,6 +177,7 @@ HELD = {"l": (0, 2), "kv": (0, 2), "h": (0, 2), "t": (0, 60), "d": (0, 64)}
         ({"table": np.array([1, -1], np.int64)}, "names block -1"),
         ({"table": np.array([1, 2], np.int32)}, "int64"),
         ({"bases": np.zeros(4, np.int64)}, "overlap"),
+        ({"bases": np.arange(4, dtype=np.int64) << 60}, "overlap"),
         ({"bases": np.zeros(3, np.int64)}, "give 4 int64"),
     ],
 )

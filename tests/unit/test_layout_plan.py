@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from kvd_kernels.regrouping import MAX_DIMS
 
 from kvd.errors import InvalidArgument
-from kvd.layout.descriptor import Placed
+from kvd.layout.descriptor import Placed, Placement
+from kvd.layout.execute import regroup
+from kvd.layout.notation import layout
 from kvd.layout.plan import plan_direct, plan_regroup
 from tests.unit.layout_oracle import (
     Oracle,
@@ -23,7 +29,7 @@ from tests.unit.layout_oracle import (
 AXES = {"l": 2, "h": 3, "t": 13, "d": 4}
 
 few = settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -43,8 +49,8 @@ def sides(draw, padding: bool | None = None) -> tuple[Placed, Placed, int]:
             stop = draw(st.integers(start + 1, size)) if draw(st.integers(0, 3)) == 0 else size
             held[axis] = (start, stop)
         widths = {axis: stop - start for axis, (start, stop) in held.items()}
-        layout = draw(layouts(widths, item, padding=padding if side else None))
-        found.append(draw(placements(layout, held)))
+        made = draw(layouts(widths, item, padding=padding if side else None))
+        found.append(draw(placements(made, held)))
     return found[0], found[1], item
 
 
@@ -187,3 +193,80 @@ def test_locate_is_where_elements_are(pair, data):
     some = data.draw(st.lists(st.sampled_from(everywhere), min_size=1, max_size=8))
     channel, offset = placed.locate(**{axis: [position[axis] for position in some] for axis in AXES})
     assert list(zip(channel.tolist(), offset.tolist(), strict=True)) == [oracle.element(position) for position in some]
+
+
+class TestExecution:
+    HELD: ClassVar = {"t": (0, 64), "d": (0, 64)}
+
+    def plan(self):
+        source = Placed(layout("plain", "t d", codec="bf16"), self.HELD)
+        tiles = {"t": "T:* F:2 r:16", "d": "D:* G:2 c:16"}
+        target = Placed(layout("tiles", "T D | F G r c", tiles, codec="bf16", padding=True), self.HELD)
+        return plan_regroup(source, target), plan_regroup(target, source)
+
+    def test_memory_that_is_too_short(self):
+        there, _ = self.plan()
+        with pytest.raises(InvalidArgument, match="needs 8192"):
+            regroup(there, [bytes(8192)], bytearray(8191))
+        with pytest.raises(InvalidArgument, match="too short"):
+            regroup(there, [bytes(8191)], bytearray(8192))
+
+    def test_channels_that_are_missing(self):
+        channels = Placement("round-robin", 3, 64)
+        source = Placed(layout("pages", "t | d", codec="bf16", placement=channels), self.HELD)
+        plan = plan_regroup(source, Placed(layout("plain", "t d", codec="bf16"), self.HELD))
+        memory = [bytearray(source.channel_bytes) for _ in range(3)]
+        regroup(plan, memory, bytearray(plan.staging_bytes))
+        with pytest.raises(InvalidArgument, match="reads source channel 2, but there are 2"):
+            regroup(plan, memory[:2], bytearray(plan.staging_bytes))
+
+    def test_block_pages_that_are_missing(self):
+        tiles = {"t": "T:* F:2 r:16", "d": "D:* G:2 c:16"}
+        source = Placed(layout("tiles", "T D | F G r c", tiles, codec="bfp8_b", padding=True), self.HELD)
+        plan = plan_regroup(source, Placed(layout("plain", "t d", codec="bf16"), self.HELD))
+        with pytest.raises(InvalidArgument, match="source channel 0"):
+            regroup(plan, [bytearray(4 * 1088 - 1)], bytearray(plan.staging_bytes))
+
+    def test_dims_beyond_the_kernels_become_boxes(self):
+        digits = [f"b{n}" for n in range(11)]
+        axes = {"t": " ".join(f"{name}:2" for name in digits)}
+        source = Placed(layout("bits", " ".join(digits), axes, codec="u16"), {"t": (0, 2048)})
+        target = Placed(layout("reversed", " ".join(digits[::-1]), axes, codec="u16"), {"t": (0, 2048)})
+        plan = plan_regroup(source, target)
+        assert all(len(copy.shape) <= MAX_DIMS for copy in plan.copies)
+        out = np.empty(2048, np.uint16)
+        regroup(plan, [np.arange(2048, dtype=np.uint16)], out)
+        assert out.tolist() == [int(f"{n:011b}"[::-1], 2) for n in range(2048)]
+
+
+def test_plans_are_bounded():
+    held = {"t": (0, 1 << 24), "d": (0, 64)}
+    source = Placed(layout("plain", "t d", codec="u8"), held)
+    columns = Placed(layout("columns", "d | t", codec="u8", placement=Placement("round-robin", 2)), held)
+    with pytest.raises(InvalidArgument, match="too many for one plan"):
+        plan_direct(source, columns)
+    with pytest.raises(InvalidArgument, match="16777216 at most"):
+        Placed(layout("plain", "t d", codec="u8"), held | {"t": (0, 1 << 25)})
+    with pytest.raises(InvalidArgument, match="tensors"):
+        Placed(layout("many", "t || d", codec="u8"), held)
+
+
+def test_sides_that_share_nothing_get_an_empty_plan():
+    made = layout("plain", "t d", codec="u8")
+    plan = plan_regroup(Placed(made, {"t": (0, 4), "d": (0, 2)}), Placed(made, {"t": (4, 8), "d": (0, 2)}))
+    assert (plan.copies, len(plan.requests), plan.staging_bytes, plan.by_channel()) == ((), 0, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("within", "message"),
+    [
+        ({"x": (0, 1)}, "there is no axis 'x'"),
+        ({"t": (3, 2)}, "go backwards"),
+        ({"t": (-1, 2)}, "begin before 0"),
+        ({"t": np.array([(0, 3), (2, 4)])}, "overlap"),
+    ],
+)
+def test_ranges_that_make_no_sense(within, message):
+    placed = Placed(layout("plain", "t d", codec="u8"), {"t": (0, 4), "d": (0, 2)})
+    with pytest.raises(InvalidArgument, match=message):
+        plan_regroup(placed, placed, within)

@@ -209,7 +209,7 @@ def test_what_was_decoded_is_encoded_to_the_same(name, size):
     pages, again = np.empty((64, size), np.uint8), np.empty((64, size), np.uint8)
     encode(values.view(np.uint8), CODECS["f32"], CODECS[name], 1024, pages.reshape(-1), size)
     decoded = np.empty(values.nbytes, np.uint8)
-    decode(pages, CODECS[name], CODECS["f32"], 1024, decoded)
+    decode(pages, np.arange(64) * size, CODECS[name], CODECS["f32"], 1024, decoded)
     encode(decoded, CODECS["f32"], CODECS[name], 1024, again.reshape(-1), size)
     np.testing.assert_array_equal(pages, again)
 
@@ -218,5 +218,5 @@ def test_tiny_exponents_decode_to_zero_or_a_denormal():
     page = np.zeros(1088, np.uint8)
     page[64:68] = 1, 64, 127, 128 + 2  # exponent 0: below what f32 can normalise, or not
     out = np.empty(4096, np.uint8)
-    decode(page[None], CODECS["bfp8_b"], CODECS["f32"], 1024, out)
+    decode(page, np.zeros(1, np.int64), CODECS["bfp8_b"], CODECS["f32"], 1024, out)
     assert out.view(np.uint32)[:4].tolist() == [0, 0, 63 << 17, 0]

@@ -53,9 +53,9 @@ def test_a_plan_that_was_moved_is_the_one_that_would_be_made(spread: str, back: 
     nbytes, count = (300_000, 7) if back else (LAYOUT.nbytes, 1)
     sources = [rng.integers(0, 256, nbytes, dtype=np.uint8) for _ in range(count)]
     route = Route(one, other)
-    for layer in (2, 0, 4, 1, 3):
+    for layers in ([2], [0], [4], [1], [3], [1, 2], [0, 1], [3, 4], [0, 1, 2, 3, 4]):
         for ranges in ([TokenRange(0, 0, 80), TokenRange(1, 32, 33)], [TokenRange(0, 32, 64)]):
-            moved, made = (r.plan([(layer, ranges)]) for r in (route, Route(one, other)))
+            moved, made = (r.plan([(layer, ranges) for layer in layers]) for r in (route, Route(one, other)))
             assert len(moved) == len(made) == len({r.row for r in ranges})
             for a, b in zip(moved, made, strict=True):
                 same(a, b, sources)

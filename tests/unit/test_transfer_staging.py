@@ -91,6 +91,28 @@ def test_a_layer_is_regrouped_while_another_is_on_the_wire_and_no_third() -> Non
     assert len(only(node.ring(0, 0, 4), do.WriteTensors)) == 1
 
 
+def test_small_layers_that_are_ready_go_together() -> None:
+    node = Node()
+    node.source()
+    for layer in range(2):
+        node.ring(layer, 0, 4)
+    (write,) = only(node.hear(opening()), do.WriteTensors)
+    assert write.layers == ((0, WHOLE), (1, WHOLE))
+
+
+def test_layers_arrive_together() -> None:
+    node = sink(pull=False)
+    layers = [wire.LayerRanges(layer, list(WHOLE)) for layer in range(2)]
+    out = node(ev.TokensArrived(SESSION, wire.TensorsArrived(1, layers, "proactive")))
+    assert [p.new_bytes for p in only(out, do.Publish)] == [8 * TOKEN]
+    assert sent(out, wire.Delivered)
+    node = sink(pull=False)
+    layers[1] = wire.LayerRanges(2, list(WHOLE))
+    out = node(ev.TokensArrived(SESSION, wire.TensorsArrived(1, layers, "proactive")))
+    assert only(out, do.CloseSession)
+    assert node.part().bytes_done == 0
+
+
 def test_whole_is_one_batch_at_the_end() -> None:
     node = source(unit="whole")
     assert only(node.ring(0, 0, 4), do.WriteTensors) == []
