@@ -12,8 +12,8 @@ shapes:
 The package imports NumPy and nothing else, neither kvd nor kvd_client.
 """
 
-from .hashing import hamming, sign_codes
 from .blocks import block_page_bytes, decode_bfp, encode_bfp
+from .hashing import hamming, sign_codes
 from .native import available, implementation, select, why_not_native
 from .ops import accumulate, accumulate_blocks, copy_runs, gather, partition, scatter, token_entries
 from .regrouping import regroup, zero

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvd.errors import ChecksumMismatch
 from collections.abc import Sequence
 
+from kvd.errors import ChecksumMismatch
 from kvd.mask import IntervalSet
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
