@@ -31,7 +31,8 @@ Values = npt.NDArray[np.float32]
 
 def mixed(last: npt.NDArray[Any], window: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """c of c_1 and c_16."""
-    return (last + 2 * window) / 3
+    found: npt.NDArray[Any] = (last + 2 * window) / 3
+    return found
 
 
 def combined(profile: Values | None, shares: Values, weight: float = WEIGHT) -> Values:
