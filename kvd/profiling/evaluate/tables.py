@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvd.profiling.evaluate import rankings
-from kvd.profiling.evaluate.results import RANKINGS
+from kvd.profiling.evaluate.results import CLOSERS, RANKINGS
 
 REACHED = {True: "reached", False: "NOT reached", None: "not measured"}
 
@@ -113,7 +113,7 @@ def _on_demand(label: str, unit: str, lengths: Mapping[str, Any], errors: bool) 
     for name in RANKINGS:
         row = [name, *(_mean(orders[order][share]["ratio"][name], 3, errors) for order, share in columns)]
         rows.append(row + [f"{orders['global'][share]['ratio'][name]['early']:.3f}" for share in early])
-    for name in ("prompt-aware", "prompt-aware-others", "learnt", "learnt+prompt"):
+    for name in CLOSERS:
         shares = [orders[order][share]["closed"][name]["share"] for order, share in columns]
         shares += [orders["global"][share]["closed"][name]["early"] for share in early]
         rows.append([f"closed: {name}", *("-" if one is None else f"{one:.0%}" for one in shares)])
