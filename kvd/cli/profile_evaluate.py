@@ -148,8 +148,8 @@ def evaluate(
     Facts hidden in texts are asked for; the tokens behind texts are run with each selection and compared with the full
     KV cache; orders of sending are judged by what was selected. Weights and profiles are made from one domain's texts
     and measured on the others'. FOLDER/work keeps every finished piece, so the same command goes on where it was
-    stopped, and more selections or prompts add to it; it takes 58 KB a prompt token of SmolLM2. Needs the packages of the extra
-    "demo".
+    stopped, and more selections or prompts add to it; it takes 58 KB a prompt token of SmolLM2. Needs the packages of
+    the extra "demo".
     """
     if missing := [
         name for name in _PACKAGES + (() if model else _CONVERSION) if importlib.util.find_spec(name) is None
