@@ -5,8 +5,8 @@ report for itself and, in small messages (:class:`kvd.wire.messages.Learnt`), te
 model: each message is the mean of what a few requests selected, a byte for each block. A source learns from such a
 message what it would have learnt from the requests. Nobody passes on what it heard.
 
-Everything is bounded: the matrices that are kept (the one that was not used for longest goes first), those who are told,
-and what waits to be told. Time comes as an argument, in seconds; files are read at the start, and written when
+Everything is bounded: the matrices that are kept (the one that was not used for longest goes first), those who are
+told, and what waits to be told. Time comes as an argument, in seconds; files are read at the start, and written when
 :meth:`Learner.unsaved` is asked for them.
 """
 
@@ -175,8 +175,8 @@ class Learner:
             group = _Group(form, Learnt(rates.shape[0], rates.shape[1], values), fingerprint)
         elif group.form[:2] != form[:2]:
             raise InvalidArgument(
-                f"{key[0]} has {form[0]} layers and {form[1]} KV heads there, and {group.form[0]} and {group.form[1]} in "
-                "what was learnt; give one name and revision to one model only",
+                f"{key[0]} has {form[0]} layers and {form[1]} KV heads there, and {group.form[0]} and {group.form[1]} "
+                "in what was learnt; give one name and revision to one model only",
                 differ=[list(group.form[:2]), list(form[:2])],
             )
         group.learnt.learn(rates, self._half_life, requests=requests, tokens=tokens)

@@ -31,6 +31,8 @@ NOTHING = -1
 """In a KV index: no entry. Only at the end of a row."""
 _FRAME_ROOM = MAX_FRAME - 4096
 _SOON_S = 0.001
+_COUNT_AT_ONCE = 1 << 18
+"""Bytes of KV indices that are counted together."""
 
 
 class PendingSelection:
@@ -154,6 +156,8 @@ class Lanes:
         self._blocks: npt.NDArray[np.int64] | None = None
         """(layers, M) selections, since the last report."""
         self._counted = np.zeros(self.layout.layers, np.int64)
+        self._uncounted: list[tuple[int, Index]] = []
+        """Layers that follow each other and the indices of their selections, of one shape, to be counted at once."""
         self._asked = False
         """Whether the process wants these counts, and not only the daemon."""
         self._lengths = np.asarray(self.lengths, np.int64)
@@ -398,8 +402,26 @@ class Lanes:
                 return
             if selection.short:
                 index = np.where(index == NOTHING, np.iinfo(np.int32).max, index).astype(np.int32)
-            accumulate_blocks(index, self._blocks[layer], self._lengths, beyond="skip")
+            waiting = self._uncounted
+            if waiting and (layer != waiting[-1][0] + 1 or index.shape != waiting[-1][1].shape):
+                self._count_waiting()
+            self._uncounted.append((layer, index))
             self._counted[layer] += 1
+            if len(self._uncounted) * index.nbytes >= _COUNT_AT_ONCE:
+                self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        """Count the layers of a step at once: a call for each costs several times as much, in the middle of decode."""
+        waiting, self._uncounted = self._uncounted, []
+        if not waiting or self._blocks is None:
+            return
+        first, rows = waiting[0][0], len(self._lengths)
+        target = self._blocks[first : first + len(waiting)]
+        counts = target if rows == 1 else np.zeros((len(waiting) * rows, target.shape[1]), np.int64)
+        index = np.concatenate([index for _, index in waiting])
+        accumulate_blocks(index, counts, np.tile(self._lengths, len(waiting)), beyond="skip")
+        if rows > 1:
+            target += counts.reshape(len(waiting), rows, -1).sum(axis=1)
 
     def count_blocks(self, blocks: int) -> None:
         layers = self.layout.layers
@@ -410,12 +432,14 @@ class Lanes:
                 blocks=blocks,
             )
         with self._lock:
+            self._uncounted.clear()
             self._blocks = np.zeros((layers, blocks), np.int64)
             self._counted[:] = 0
             self._asked = True
 
     def report(self) -> None:
         with self._lock:
+            self._count_waiting()
             steps = int(self._counted.max())
             if self._blocks is None or not steps:
                 return

@@ -133,7 +133,11 @@ def demo(
     ] = None,
     selector: Annotated[
         str | None,
-        typer.Option("--selector", metavar="S", help="KV selection algorithm: quest, hata ... [default: quest]"),
+        typer.Option(
+            "--selector",
+            metavar="S",
+            help="KV selection algorithm: quest, hata, infinigen, hata:bits=128,ahead=true ... [default: quest]",
+        ),
     ] = None,
     prefix: Annotated[
         bool | None,
@@ -224,7 +228,7 @@ def demo(
             from kvd_client.protocol import MODES
 
             algorithm = selector or "quest"
-            if not selectors.create(algorithm).deployable:
+            if not selectors.parse(algorithm).deployable:
                 raise InvalidArgument(f"selector {algorithm!r} needs every key; choose one that can be deployed")
             held = 0.0 if prefix is False else 0.95 if prefix_share is None else prefix_share
             report = _compare(

@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 SELECTIONS = (
-    *("exact@0.2", "exact@0.1", "exact@0.05", "infinigen@0.2", "infinigen@0.1", "infinigen@0.05"),
-    *("hata@0.2", "hata@0.1", "hata@0.05", "hata-untrained@0.2", "hata-untrained@0.1", "quest@0.2", "quest@0.1"),
-    *("streaming@0.2", "streaming@0.1", "random@0.2"),
+    *("exact@0.2", "exact@0.1", "exact@0.05", "infinigen@0.2", "infinigen@0.1", "infinigen:alpha=10@0.2", "hata@0.2"),
+    *("hata@0.1", "hata@0.05", "hata-untrained@0.2", "quest@0.2", "quest@0.1", "streaming@0.2", "random@0.2"),
 )
 RECORDED = ("exact@0.2", "infinigen@0.2", "hata@0.2")
 RECALLING = (
-    *("exact@0.2", "infinigen@0.2", "infinigen@0.1", "infinigen@0.05", "hata@0.2", "hata@0.1", "hata-untrained@0.2"),
-    *("quest@0.2", "quest@0.1", "streaming@0.2", "random@0.2"),
+    *("exact@0.2", "infinigen@0.2", "infinigen@0.1", "infinigen:alpha=10@0.2", "hata@0.2", "hata@0.1"),
+    *("quest@0.2", "streaming@0.2", "random@0.2"),
 )
 _SELECTIONS, _RECORDED, _RECALLING = " ".join(SELECTIONS), " ".join(RECORDED), " ".join(RECALLING)
 LENGTHS = (1024, 2048, 4096)
@@ -94,7 +93,7 @@ def evaluate(
             min=1,
             metavar="N",
             help="Prompts of a domain at the shortest length, for on-demand ratios; of longer ones as many tokens. "
-            "[default: 6; with --quick: 2]",
+            "[default: 4; with --quick: 2]",
         ),
     ] = None,
     compared: Annotated[
@@ -103,14 +102,14 @@ def evaluate(
             "--compared",
             min=1,
             metavar="N",
-            help="How many of them run with every selection, for divergence. [default: 2; with --quick: 1]",
+            help="How many of them run with every selection, for divergence. [default: 1]",
         ),
     ] = None,
     hidden: Annotated[
         int | None,
         typer.Option(
             "--hidden",
-            min=1,
+            min=0,
             metavar="N",
             help="Prompts with five hidden facts, of a domain at the shortest length, for recall. "
             "[default: 2; with --quick: 1]",
@@ -133,6 +132,10 @@ def evaluate(
             "Python, Debian's jargon-text and npm]",
         ),
     ] = None,
+    measured: Annotated[
+        list[str] | None,
+        typer.Option("--domain", metavar="DOMAIN", help="Measure on this domain only; repeat it. [default: all]"),
+    ] = None,
     minutes: Annotated[
         float | None,
         typer.Option("--minutes", min=0.0, metavar="N", help="Stop after that time; the report has what is finished."),
@@ -145,8 +148,8 @@ def evaluate(
     Facts hidden in texts are asked for; the tokens behind texts are run with each selection and compared with the full
     KV cache; orders of sending are judged by what was selected. Weights and profiles are made from one domain's texts
     and measured on the others'. FOLDER/work keeps every finished piece, so the same command goes on where it was
-    stopped, and more selections or prompts add to it; it takes 70 KB a prompt token. Needs the packages of the extra
-    "demo".
+    stopped, and more selections or prompts add to it; it takes 58 KB a prompt token of SmolLM2. Needs the packages of
+    the extra "demo".
     """
     if missing := [
         name for name in _PACKAGES + (() if model else _CONVERSION) if importlib.util.find_spec(name) is None
@@ -157,7 +160,7 @@ def evaluate(
         )
     from kvd.profiling.evaluate import plan
 
-    defaults: dict[str, Any] = QUICK if quick else {"lengths": LENGTHS, "prompts": 6, "compared": 2, "hidden": 2}
+    defaults: dict[str, Any] = QUICK if quick else {"lengths": LENGTHS, "prompts": 4, "compared": 1, "hidden": 2}
     chosen = _variants(select or SELECTIONS)
     wanted, asked = (
         _variants(given) if given else [one for one in chosen if one.label in known] or chosen
@@ -173,15 +176,17 @@ def evaluate(
             "give --calibration one of at least two domains",
             calibration=calibration,
         )
+    if unknown := [name for name in measured or () if name not in names]:
+        raise InvalidArgument(f"there is no domain {unknown[0]!r}; there are {', '.join(names)}", domain=unknown[0])
     most, full = prompts or defaults["prompts"], plan.Variant(plan.FULL)
     work = plan.Work(
-        domains=names,
+        domains=tuple(name for name in names if not measured or name == calibration or name in measured),
         variants=(full, *dict.fromkeys([*chosen, *wanted, *asked])),
         recorded=tuple(wanted),
         recalling=(full, *asked),
         compared=plan.counts(min(compared or defaults["compared"], most), lengths),
         texts=plan.counts(most, lengths),
-        hidden=plan.counts(hidden or defaults["hidden"], lengths),
+        hidden=plan.counts(defaults["hidden"] if hidden is None else hidden, lengths),
     )
     stop_at = None if minutes is None else time.monotonic() + 60 * minutes
     with _Progress() as progress:
@@ -350,7 +355,7 @@ def _identity(folder: Path, settings: Settings, domains: Sequence[Domain]) -> di
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return {
         "model": {"name": folder.name, "digest": digest.hexdigest()[:16]},
-        "settings": settings.fields(),
+        "settings": settings.identity(),
         "texts": digests(domains),
     }
 

@@ -61,8 +61,13 @@ def record(
         typer.Option(
             "--selector",
             metavar="S",
-            help="KV selection algorithm: quest, hata, exact … [default: quest; from a daemon: none named]",
+            help="KV selection algorithm: quest, hata, infinigen, exact …, with parameters as in hata:bits=128. "
+            "[default: quest; from a daemon: none named]",
         ),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="FILE", help="The selector's weights, as kvd profile train wrote them."),
     ] = None,
     share: Annotated[
         float,
@@ -102,7 +107,7 @@ def record(
     files = [*(texts or []), *(more or [])]
     rate, latency_s = _link(link_rate, link)  # before minutes are spent, as all that can be wrong with the options
     if from_daemon:
-        if files or model is not None:
+        if files or model is not None or weights is not None:
             raise InvalidArgument("--from-daemon records from no texts or model; give --model-id, and --selector")
         if not model_id:
             raise InvalidArgument("--from-daemon needs --model-id, the model's name in transfers; see kvd status")
@@ -118,6 +123,7 @@ def record(
             model_id=model_id,
             revision=revision,
             selector=selector or "quest",
+            weights=weights,
             share=share,
             lengths=lengths,
             most=prompts,
@@ -160,19 +166,14 @@ def _from_model(
     model_id: str,
     revision: str,
     selector: str,
+    weights: Path | None,
     share: float,
     lengths: list[int],
     most: int,
     steps: int,
     blocks: int,
 ) -> Profile:
-    wanted = _PACKAGES + (() if folder else _CONVERSION)
-    if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
-        raise InvalidArgument(
-            f"recording from a model needs {', '.join(missing)}, which this Python lacks: pip install "
-            "'kvd-transport[demo]'",
-            missing=missing,
-        )
+    check_packages("recording from a model", folder)
     from datetime import UTC, datetime
 
     from kvd.demo import inference
@@ -184,7 +185,7 @@ def _from_model(
     from kvd.profiling.timing import Times
     from kvd_client import selectors
 
-    algorithm = selectors.create(selector)
+    algorithm = selectors.parse(selector, weights=weights)
     read_texts = [read_text(path) for path in files]
     shown = display(as_json=False)
     try:
@@ -194,9 +195,11 @@ def _from_model(
         from kvd_client.engines.transformers import spec_of
 
         spec = spec_of(loaded, model_id or folder.resolve().name, revision)
+        if algorithm.weights is not None:
+            algorithm.weights.for_model(spec)
         recorder = Recorder(spec.layers, blocks=blocks)
         context = inference.context_of(loaded)
-        work = [_prompts(tokenizer, read_texts, n, most=most, steps=steps, context=context) for n in lengths]
+        work = [prompts_of(tokenizer, read_texts, n, most=most, steps=steps, context=context) for n in lengths]
         times = []
         for n, mine in zip(lengths, work, strict=True):
             told = functools.partial(_told, shown, f"prompts of {n} tokens", len(mine))
@@ -206,18 +209,30 @@ def _from_model(
         shown.close()
     return recorder.profile(
         spec,
-        selector=selector,
+        selector=algorithm.name,
         parameters=algorithm.parameters | {"share": share},
         prefill=Times(tuple(n for one in times for n in one.tokens), tuple(s for one in times for s in one.seconds)),
         created=datetime.now(UTC),
     )
 
 
+def check_packages(what: str, folder: Path | None) -> None:
+    """Raise :class:`InvalidArgument` where this Python lacks what running a model needs."""
+    wanted = _PACKAGES + (() if folder else _CONVERSION)
+    if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
+        raise InvalidArgument(
+            f"{what} needs {', '.join(missing)}, which this Python lacks: pip install 'kvd-transport[demo]'",
+            missing=missing,
+        )
+
+
 def _told(shown: Display, what: str, total: int, done: int) -> None:
     shown.progress(what, done, total)
 
 
-def _prompts(tokenizer: Any, texts: list[str], tokens: int, *, most: int, steps: int, context: int) -> list[list[int]]:
+def prompts_of(
+    tokenizer: Any, texts: list[str], tokens: int, *, most: int, steps: int, context: int
+) -> list[list[int]]:
     """Token ids of the prompts of one length, each with the token that begins a text, if the model has one."""
     from kvd.profiling.run import cut
 

@@ -91,6 +91,10 @@ class _Compare(Stage[Comparison]):
             argv = [sys.executable, "-m", f"kvd.demo.{module}", str(folder), options.selector]
             children.start(name, argv, talks=True)
         layers = (await self.each("loaded"))["prefill"]["layers"]
+        self._ask("train")
+        trained = await self._told("trained")
+        children.send("decode", weights=trained["weights"])
+        await self.each("warm", "decode")
 
         text, question, limit = self._prompt()
         self._ask("prepare", text=text, question=question, prompt_tokens=limit, prefix_share=options.prefix_share,
@@ -159,6 +163,7 @@ class _Compare(Stage[Comparison]):
             local_tokens=local["tokens"],
             local_text=local["text"],
             local_step_s=local["step_s"],
+            local_select_s=local["select_s"],
             orders=local["orders"],
         )
 
@@ -229,6 +234,8 @@ class _Compare(Stage[Comparison]):
             fetched=decoded["fetched"],
             waited_s=decoded["waited_s"],
             fetch_wait_s=decoded["fetch_wait_s"],
+            fetch_s=decoded["fetch_s"],
+            select_s=decoded["select_s"],
             paths=paths,
             cpu_s=cpu_s,
             local_s=delivered - since if decoded["complete"] and delivered is not None else None,

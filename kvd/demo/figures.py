@@ -49,6 +49,10 @@ class Run:
     """By decode step: spent waiting for layers and metadata."""
     fetch_wait_s: list[float]
     """By decode step: spent waiting for fetches."""
+    fetch_s: list[float] = dataclasses.field(default_factory=list)
+    """By decode step: how long the fetches took, from the request until the answer was seen, added up."""
+    select_s: list[float] = dataclasses.field(default_factory=list)
+    """By decode step: spent choosing entries."""
     paths: dict[str, int]
     """Bytes by path, fetches and windows, as the source's daemon counted them."""
     local_s: float | None
@@ -81,6 +85,12 @@ class Run:
         return median(later) if later else None
 
     @property
+    def hidden(self) -> float | None:
+        """The share of the fetches' time that was hidden behind computing; None without fetches."""
+        took = sum(self.fetch_s)
+        return 1 - min(sum(self.fetch_wait_s) / took, 1.0) if took else None
+
+    @property
     def ratios(self) -> list[float]:
         """On-demand ratio by decode step."""
         return [f / s if s else 0.0 for f, s in zip(self.fetched, self.selected, strict=True)]
@@ -102,6 +112,8 @@ class Selection:
     local_text: str
     local_step_s: list[float]
     """By decode step, everything local and no daemon in the way."""
+    local_select_s: list[float] = dataclasses.field(default_factory=list)
+    """What of it was spent choosing entries."""
     orders: dict[str, dict[str, float | None]]
     """On-demand ratio with half of the blocks sent in each order: ``first`` step and ``all`` steps."""
     runs: list[Run] = dataclasses.field(default_factory=list)
@@ -152,6 +164,10 @@ class Comparison:
         """A decode step with everything local."""
         return median(selection.local_step_s) if selection.local_step_s else None
 
+    def select_share(self, selection: Selection) -> float | None:
+        """What choosing entries costs, as a share of a decode step with everything local."""
+        return _quotient(sum(selection.local_select_s), sum(selection.local_step_s))
+
     def bound_s(self, selection: Selection, mode: str = "", prefill_s: float | None = None) -> float | None:
         """The earliest possible second token; in mode ``full``, with all of the cache needed for it. ``prefill_s`` is
         T_p where it is another."""
@@ -201,6 +217,7 @@ class Comparison:
             "needed_share": self.needed(selection),
             "step_s": self.step_s(selection),
             "bound_s": self.bound_s(selection),
+            "select_share_of_step": self.select_share(selection),
             "local_tokens": selection.local_tokens,
             "local_text": selection.local_text,
             "local_step_s": selection.local_step_s,
@@ -223,6 +240,9 @@ class Comparison:
             "fetched": run.fetched,
             "waited_s": run.waited_s,
             "fetch_wait_s": run.fetch_wait_s,
+            "fetch_s": run.fetch_s,
+            "fetch_hidden": run.hidden,
+            "select_s": run.select_s,
             "paths": run.paths,
             "cpu_s": run.cpu_s,
             "local_s": run.local_s,
@@ -255,7 +275,8 @@ class Comparison:
     def _tables(self, selection: Selection) -> list[tuple[str, list[str], list[list[str]]]]:
         title = (
             f"{100 * selection.share:g} % selected: {selection.entries} entries a layer and KV head; "
-            f"f = {self.needed(selection):.3f}, one step with everything local {seconds(self.step_s(selection))}, "
+            f"f = {self.needed(selection):.3f}, one step with everything local {seconds(self.step_s(selection))}"
+            f"{self._choosing(selection)}, "
             f"TTST bound {seconds(self.bound_s(selection))}"
         )
         times = [self._time_row(selection, run) for run in selection.runs]
@@ -264,7 +285,12 @@ class Comparison:
         by_step = [[run.setting.name, *(_at(run.ratios, step, "{:.3f}") for step in steps)] for run in selection.runs]
         between = [[run.setting.name, *(_at(run.tbt_s, step, "{:.3f}") for step in steps)] for run in selection.runs]
         moved = [
-            [run.setting.name, *(_bytes(run.paths.get(path, 0)) for path in PATHS), str(run.paths.get("fetches", 0))]
+            [
+                run.setting.name,
+                *(_bytes(run.paths.get(path, 0)) for path in PATHS),
+                str(run.paths.get("fetches", 0)),
+                "-" if run.hidden is None else f"{100 * run.hidden:.0f} %",
+            ]
             for run in selection.runs
         ]
         orders = [[name, _three(each["first"]), _three(each["all"])] for name, each in selection.orders.items()]
@@ -272,9 +298,13 @@ class Comparison:
             (title, _TIME_HEADS, times),
             ("TBT in seconds, after token 1 + n", ["run", *map(str, steps)], between),
             ("on-demand ratio by decode step", ["run", *map(str, steps)], by_step),
-            ("bytes by path", ["run", "metadata", "proactive", "on demand", "speculative", "fetches"], moved),
+            ("bytes by path", ["run", "metadata", "proactive", "on demand", "speculative", "fetches", "hidden"], moved),
             ("on-demand ratio, had half of the blocks been sent", ["order", "first step", "all steps"], orders),
         ]
+
+    def _choosing(self, selection: Selection) -> str:
+        share = self.select_share(selection)
+        return "" if share is None else f" ({100 * share:.1f} % of it choosing)"
 
     def _time_row(self, selection: Selection, run: Run) -> list[str]:
         found = self.judged(selection, run)

@@ -49,7 +49,7 @@ def profile(
     with ``tokens`` allow. ``told(done, total)`` hears of it.
     """
     low = max(group_range(tokens)[0], texts.MIN_TOKENS)
-    key = json.dumps([FORM, name, _fingerprint(folder), selector.name, selector.parameters, low])
+    key = json.dumps([FORM, name, fingerprint(folder), selector.name, selector.parameters, low])
     path = cache_folder() / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.kvdprofile"
     if path.exists():
         try:
@@ -61,7 +61,7 @@ def profile(
     spec = spec_of(model, name)
     prompts = [
         texts.prompt_ids(tokenizer, text, question, low)
-        for text, question in zip(_texts(), itertools.cycle(QUESTIONS), strict=False)
+        for text, question in zip(source_texts(), itertools.cycle(QUESTIONS), strict=False)
     ]
     told(0, len(prompts))
     recorder = Recorder(spec.layers)
@@ -113,7 +113,8 @@ def timed(made: Profile, tokens: int, prefill_s: float, transfer_s: float, link:
     )
 
 
-def _texts() -> list[str]:
+def source_texts() -> list[str]:
+    """The texts of :data:`SOURCES` that this Python has."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for module in SOURCES:
@@ -127,7 +128,7 @@ def _texts() -> list[str]:
     return found
 
 
-def _fingerprint(folder: Path) -> list[Any]:
+def fingerprint(folder: Path) -> list[Any]:
     """What tells one model's folder from another's without reading its weights."""
     config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     weights = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))

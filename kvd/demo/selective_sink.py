@@ -1,7 +1,7 @@
 """The decode process of the demo with selective transfer; run as a module.
 
-Commands, by ``do``: ``request``, ``token`` and ``release``. Steps are told at the end: what is measured is not to be
-disturbed by telling it.
+Commands: first the selector's weights, then for each request itself, its first token and its release. Steps are told at
+the end: what is measured is not to be disturbed by telling it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ def _serve(line: Line, folder: Path, name: str) -> None:
     from kvd_client.engines import selective
     from kvd_client.engines.transformers import spec_of
 
-    selector = selectors.create(name)
     inference.be_first_to_go()
     model, _ = inference.load(folder)
     spec = spec_of(model, folder.name)
-    warm_up(model, selector)
     line.emit("loaded", layers=spec.layers)
+    selector = selectors.parse(name, weights=line.command()["weights"])
+    if selector.weights is not None:
+        selector.weights.for_model(spec)
+    warm_up(model, selector)
+    line.emit("warm")
     while True:
         request = line.command()
         lengths, share = [request["tokens"]], request["share"]
@@ -67,6 +70,8 @@ def _serve(line: Line, folder: Path, name: str) -> None:
                 fetched=[step.fetched for step in steps],
                 waited_s=[step.waited_s for step in steps],
                 fetch_wait_s=[step.fetch_wait_s for step in steps],
+                fetch_s=[step.fetch_s for step in steps],
+                select_s=[step.select_s for step in steps],
                 complete=all(transfer.poll_ready(layer) for layer in range(spec.layers)),
             )
             line.command()

@@ -1,7 +1,8 @@
 """The prefill process of the demo with selective transfer; run as a module.
 
-Commands, by ``do``: ``prepare`` (the prompt, and the KV cache of its prefix), ``measure`` (T_p), ``profile``,
-``local`` (the same selection in this process alone), ``request`` and ``release``.
+Commands, by ``do``: ``train`` (the selector's weights, if it has any), ``prepare`` (the prompt, and the KV cache of its
+prefix), ``measure`` (T_p), ``record`` (the profile), ``local`` (the same selection in this process alone), ``request``
+and ``release``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.demo import importance, inference, orders, texts
+from kvd.demo import importance, inference, orders, texts, weights
 from kvd.demo.errors import DemoFailed
 from kvd.demo.lines import Line, run_child
 from kvd.profiling import files
@@ -37,8 +38,8 @@ def main() -> None:
 
 class _Source:
     def __init__(self, line: Line, folder: Path, selector: str) -> None:
-        self._line, self._folder = line, folder
-        self._selector = selectors.create(selector)
+        self._line, self._folder, self._wanted = line, folder, selector
+        self._selector = selectors.parse(selector)
         inference.be_first_to_go()
         self._model, self._tokenizer = inference.load(folder)
         from kvd_client.engines import transformers as engine
@@ -50,11 +51,24 @@ class _Source:
 
     def serve(self) -> None:
         """Until the parent closes the pipe."""
-        warm_up(self._model, self._selector)
         self._line.emit("loaded", layers=self._spec.layers)
         while True:
             command = self._line.command()
             getattr(self, f"_{command.pop('do')}")(**command)
+
+    def _train(self) -> None:
+        """Find the selector's weights, or train them."""
+        path = weights.find(
+            self._model,
+            self._tokenizer,
+            self._folder.name,
+            self._folder,
+            self._wanted,
+            lambda what, done, total: self._line.emit("progress", what=what, done=done, total=total),
+        )
+        self._selector = selectors.parse(self._wanted, weights=path)
+        warm_up(self._model, self._selector)
+        self._line.emit("trained", weights=str(path) if path is not None else None)
 
     def _prepare(
         self, text: str, question: str, prompt_tokens: int | None, prefix_share: float, new_tokens: int
@@ -124,6 +138,7 @@ class _Source:
 
         counts, first = np.zeros((2, self._spec.layers, min(BLOCKS, len(self._prompt))), np.int64)
         at: list[float] = []
+        spent: list[float] = []
 
         def count(layer: int, index: Any) -> None:
             from kvd_kernels import accumulate_blocks
@@ -133,6 +148,10 @@ class _Source:
             if not at:
                 accumulate_blocks(index, first[layer], lengths, beyond="skip")
 
+        def told(step: selective.SelectiveStep) -> None:
+            at.append(step.at)
+            spent.append(step.select_s)
+
         found = selective.decode_selective_local(
             self._model,
             [self._prompt],
@@ -141,7 +160,7 @@ class _Source:
             max_new_tokens=new_tokens,
             prefix=self._prefix,
             chunk=self._chunk,
-            on_step=lambda step: at.append(step.at),
+            on_step=told,
             on_select=count,
         )
         matrix = self._profile.importance.nearest(len(self._prompt)).matrix if self._profile is not None else None
@@ -151,6 +170,7 @@ class _Source:
             tokens=found.tokens[0],
             text=self._tokenizer.decode(found.tokens[0], skip_special_tokens=True),
             step_s=[b - a for a, b in itertools.pairwise(at)],
+            select_s=spent[1:],
             entries=selective.entries_of([len(self._prompt)], share)[0],
             orders={name: {"first": by_order[0][name], "all": by_order[1][name]} for name in by_order[0]},
         )

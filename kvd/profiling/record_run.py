@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from kvd.profiling.recorded import Bits, Recorded, pack
-from kvd_client.engines.prompt import QUERIES
 from kvd_client.lanes import NOTHING
 from kvd_client.selectors import Selector
 from kvd_client.selectors.base import Index
@@ -28,7 +27,7 @@ def record(
     name: str = "",
     model_id: str = "",
 ) -> Recorded:
-    """What ``steps`` decode steps of one prompt (token ids) select, and what its last :data:`QUERIES` queries would.
+    """What ``steps`` decode steps of one prompt (token ids) select, and what its last queries would.
 
     ``share`` of the tokens are selected in each step. Raises :class:`InvalidArgument` as the engine does.
     """
@@ -38,24 +37,24 @@ def record(
 
     spec, length = spec_of(model, model_id), len(prompt)
     stepped = np.zeros((spec.layers, steps, spec.kv_heads, length), np.bool_)
-    asked = np.zeros((spec.layers, QUERIES, spec.kv_heads, length), np.bool_)
+    asked: dict[int, list[Index]] = {}
     taken = [0] * spec.layers
-
-    def on_queries(layer: int, indices: list[Index]) -> None:
-        for at, index in enumerate(indices, QUERIES - len(indices)):
-            _set(asked[layer, at], index)
 
     def on_select(layer: int, index: Index) -> None:
         _set(stepped[layer, taken[layer]], index)
         taken[layer] += 1
 
     local = selective.LocalTransfer(spec, [length], selector)
-    first = selective.prefill_selective(model, [prompt], local, selector, chunk=chunk, on_queries=on_queries)
+    first = selective.prefill_selective(model, [prompt], local, selector, chunk=chunk, on_queries=asked.__setitem__)
     made = selective.decode_selective(
         model, first.tokens, local, selector, share=share, max_new_tokens=steps + 1, mode="full", on_select=on_select
     )
     for _ in made:
         pass
+    queries = np.zeros((spec.layers, max(map(len, asked.values()), default=0), spec.kv_heads, length), np.bool_)
+    for layer, indices in asked.items():
+        for at, index in enumerate(indices):
+            _set(queries[layer, at], index)
     return Recorded(
         name=name,
         selector=selector.name,
@@ -65,7 +64,7 @@ def record(
         query_share=SHARE,
         length=length,
         steps=_packed(stepped),
-        queries=_packed(asked),
+        queries=_packed(queries),
     )
 
 

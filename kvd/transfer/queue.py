@@ -14,6 +14,7 @@ a layer, or everything, at once (``unit``): what is not complete yet waits here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ALWAYS_LAYERS, resampled_columns
 from kvd.importance.prompt import Scale, Values, combined
 from kvd.mask import IntervalSet
-from kvd.transfer.work import Work
+from kvd.transfer.work import Piece, Work
 from kvd.types import Path
 from kvd_client.spec import PartLayout, TokenRange
 
@@ -228,7 +229,8 @@ class SendQueue:
         found = combined(profile, shares, weight)
         self._ranked[layer] = self._scale_for(found).classes(found)
         for work in (self._proactive, self._rest):
-            for _, (row, start, stop) in work.take_layer(layer):
+            # Neighbours together: what is enqueued costs more by the piece than by the token.
+            for row, start, stop in _joined(piece for _, piece in work.take_layer(layer)):
                 self.pending_tokens -= stop - start
                 self._enqueue(layer, row, start, stop)
         return True
@@ -333,18 +335,37 @@ class SendQueue:
         edges = np.flatnonzero(np.diff(classes)) + 1
         firsts = np.concatenate(([0], edges))
         lasts = np.concatenate((edges, [last - first]))
-        lows = np.maximum(bounds[first + firsts], start).tolist()
-        highs = np.minimum(bounds[first + lasts], stop).tolist()
-        for rank, low, high in zip(classes[firsts].tolist(), lows, highs, strict=True):
-            if low < high:
-                self._push(rank, layer, row, low, high)
+        lows = np.maximum(bounds[first + firsts], start)
+        highs = np.minimum(bounds[first + lasts], stop)
+        ranks, filled = classes[firsts], lows < highs
+        limit = self.policy.proactive_classes
+        for part in [filled] if limit is None else [filled & (ranks < limit), filled & (ranks >= limit)]:
+            if part.any():
+                work = self._work_of(int(ranks[part][0]), layer)
+                work.push_row(layer, row, ranks[part].tolist(), lows[part].tolist(), highs[part].tolist())
+        self.pending_tokens += int((highs - lows)[filled].sum())
 
     def _push(self, rank: int, layer: int, row: int, start: int, stop: int) -> None:
+        self._work_of(rank, layer).push(rank, layer, (row, start, stop))
+        self.pending_tokens += stop - start
+
+    def _work_of(self, rank: int, layer: int) -> Work:
+        """Where a layer's pieces of a class belong now."""
         limit = self.policy.proactive_classes
         in_time = not (self.policy.until_finish and self._finished)
         proactive = layer < ALWAYS_LAYERS or (in_time and (limit is None or rank < limit))
-        (self._proactive if proactive else self._rest).push(rank, layer, (row, start, stop))
-        self.pending_tokens += stop - start
+        return self._proactive if proactive else self._rest
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces that touch as one, in order of their positions."""
+    found: list[Piece] = []
+    for row, start, stop in sorted(pieces):
+        if found and found[-1][0] == row and found[-1][2] == start:
+            found[-1] = (row, found[-1][1], stop)
+        else:
+            found.append((row, start, stop))
+    return found
 
 
 _LAST_CLASS = 1 << 14

@@ -43,6 +43,16 @@ class Work:
         else:
             heapq.heappush(bucket, piece)
 
+    def push_row(self, layer: int, row: int, ranks: list[int], starts: list[int], stops: list[int]) -> None:
+        """Many pieces of a row at once; a ranking brings hundreds."""
+        buckets = self._buckets
+        for rank, start, stop in zip(ranks, starts, stops, strict=True):
+            bucket = buckets.get((rank, layer))
+            if bucket is None:
+                self.push(rank, layer, (row, start, stop))
+            else:
+                heapq.heappush(bucket, (row, start, stop))
+
     def pop(self) -> tuple[int, int, Piece]:
         """The first piece, with its class and layer. There must be one."""
         while self._keys[0] not in self._buckets:

@@ -8,6 +8,7 @@ is done; the daemon puts it beside the profile (:meth:`kvd_client.PrefillTransfe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,6 +24,9 @@ QUERIES = 16
 """w: how many of the prompt's last queries are asked."""
 SHARE = 0.2
 """Each query's selection, as a share of the prompt."""
+TOKENS_PER_QUERY = 8
+"""A query is asked for each so many computed tokens at most, which bounds its share of a short prefill; then some of
+the last queries are left out, evenly."""
 BLOCKS = 1000
 """KV blocks a layer that are told apart, as profiles do."""
 
@@ -38,8 +42,8 @@ class PromptQueries:
 
     ``k`` are the entries that each query selects of each row. Once for each layer ``rank(layer, shares)`` gets what
     :func:`shares_of` makes of that, and says whether it is of use; ``told(layer, indices)`` gets the KV index of each
-    query, the prompt's last query last. A row with fewer computed tokens than ``queries`` (a short question about a
-    cached prefix) makes it fewer indices.
+    query, the prompt's last query last. Where few tokens are computed (a short question about a cached prefix) there
+    are fewer indices (:data:`TOKENS_PER_QUERY`).
     """
 
     def __init__(
@@ -58,12 +62,15 @@ class PromptQueries:
         self._rank, self._told = rank, told
         self._kept: dict[int, list[torch.Tensor]] = {}
         """Per layer, of each row (query heads, tokens so far, head dim), at most the last ones."""
+        self._computed: dict[int, int] = {}
+        """Tokens of each layer so far."""
 
     def add(self, layer: int, start: int, query: torch.Tensor, arrays: Arrays) -> None:
         """A chunk's post-RoPE queries (rows, query heads, tokens, head dim), from token ``start`` on; with the chunk
         that reaches the longest row's end, ``arrays`` must be complete."""
         shape, stop = self._shape, start + query.shape[2]
         kept = self._kept.setdefault(layer, [query[row, :, :0] for row in range(shape.rows)])
+        self._computed[layer] = self._computed.get(layer, 0) + query.shape[2]
         for row, length in enumerate(shape.lengths):
             first, last = max(start, length - self._queries), min(stop, length)
             if first < last:
@@ -79,9 +86,11 @@ class PromptQueries:
     def _ask(self, layer: int, kept: list[torch.Tensor], arrays: Arrays) -> list[Index]:
         count = min(each.shape[1] for each in kept)
         last = torch.stack([each[:, each.shape[1] - count :] for each in kept])
+        most = max(1, self._computed.pop(layer) // TOKENS_PER_QUERY)
+        chosen = range(count - 1, -1, -math.ceil(count / most))
         return [
             self._selector.select(self._shape, last[:, :, at : at + 1], arrays, self._k, layer=layer, step=0)
-            for at in range(count)
+            for at in reversed(chosen)
         ]
 
 

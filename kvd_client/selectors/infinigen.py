@@ -7,9 +7,13 @@ the prompt's queries, and sends these columns of KA ahead, half precision: the p
 s = q A[:, columns] · partial key / sqrt(head dim).
 
 How many entries are selected follows the scores (section 4.3): the mean over a row's query heads of the number of s
-above their greatest less ``alpha``, at most k. The paper's mean is over the batch too; a row by itself selects the same
-whichever others it decodes with. With several query heads to a KV head (which the paper doesn't have) an entry's score
-is the sum of the heads' softmaxes.
+above their greatest less ``alpha``, at most k. Where we differ from the paper:
+
+- Its mean is over the batch too; here a row selects the same whichever others it decodes with.
+- The greatest is sought behind the first ``sinks`` tokens. Many models give their first token a score far above all
+  others' whatever the query, an attention sink, and then next to nothing is within alpha of it: on SmolLM2 at a cap of
+  20 %, 9 % were selected that held 88 % of the attention; behind the sinks it is 15 % that hold 93 %, the cap 95 %.
+- With several query heads to a KV head, which it does not have, an entry's score is the sum of the heads' softmaxes.
 
 Metadata is columns / 2 of an fp16 KV cache: 15 % at 0.3. Without weights A is the identity, which is the paper's
 ablation: it works, and picks worse columns.
@@ -44,12 +48,13 @@ _LIMIT = float(np.finfo(np.float16).max)
 @dataclasses.dataclass(frozen=True)
 class InfiniGen(Selector):
     """``columns``: share of the head dimension, above 0 and at most 1; ``alpha``: how far below the greatest score an
-    entry may be, above 0."""
+    entry may be, above 0; ``sinks``: first tokens whose scores are not asked for the greatest, 0 as in the paper."""
 
     name: ClassVar[str] = "infinigen"
     trained: ClassVar[bool] = True
     columns: float = 0.3
     alpha: float = 5.0
+    sinks: int = 4
     ahead: bool = True
     weights: Weights | None = None
 
@@ -60,6 +65,8 @@ class InfiniGen(Selector):
             )
         if not self.alpha > 0:
             raise InvalidArgument(f"alpha is {self.alpha}; give a number above 0", alpha=self.alpha)
+        if self.sinks < 0:
+            raise InvalidArgument(f"{self.sinks} attention sinks; give 0 or more", sinks=self.sinks)
         if self.weights is not None:
             form = self.weights.head_dim
             self.weights.for_selector(self.name).array(SKEW, form, form)
@@ -114,7 +121,7 @@ class InfiniGen(Selector):
         self, shape: Shape, query: torch.Tensor, arrays: Arrays, layer: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
         """float32 (rows, KV heads, longest row): summed softmaxes, 0 beyond a row's end; and float64 (rows,): the mean
-        number of entries within ``alpha`` of the best."""
+        number of entries above the greatest less ``alpha``."""
         import torch
 
         q, skew = group(query, shape.kv_heads), self._skew(layer)
@@ -127,7 +134,8 @@ class InfiniGen(Selector):
         counts = np.empty(shape.rows)
         for row, length in enumerate(shape.lengths):
             s = q[row] @ keys[row, :, :length].transpose(1, 2)
-            greatest = s.amax(-1, keepdim=True)
+            # A prompt of nothing but sinks has no other greatest.
+            greatest = s[..., self.sinks if self.sinks < length else 0 :].amax(-1, keepdim=True)
             counts[row] = (s > greatest - self.alpha).sum(-1, dtype=torch.float64).mean().item()
             found[row, :, :length] = torch.softmax(s, -1).sum(1)
         return found.numpy(), counts

@@ -110,6 +110,31 @@ def cases(rng: Any) -> Iterator[Case]:
         yield case("token_entries", lambda i: kernels.token_entries(i, tokens, heads, entries))
         yield case("accumulate_blocks", lambda i: kernels.accumulate_blocks(i, blocks, tokens))
 
+    def compared(heads: int, group: int, tokens: int, bits: int) -> Case:
+        """One layer's scores of a decode step: each KV head's queries against the codes of all tokens."""
+        size = heads * tokens * bits // 8
+        q = rng.integers(0, 256, (heads, group, bits // 8), np.uint8)
+        out = np.empty((heads, tokens), np.int32)
+
+        def prepare() -> Any:
+            at = int(rng.integers(0, (POOL - size) // 4096)) * 4096
+            k = pool[at : at + size].reshape(heads, tokens, -1)
+            return memcpy(size), lambda: kernels.hamming(q, k, out)
+
+        return Case(f"hamming H={heads} G={group} N={tokens} {bits} bits", size, prepare, heads * tokens)
+
+    def hashed(tokens: int, dim: int, bits: int) -> Case:
+        w = rng.standard_normal((dim, bits)).astype(np.float32)
+        out = np.empty((tokens, bits // 8), np.uint8)
+        keys = pool.view(np.float32)
+        keys[: tokens * dim] = rng.standard_normal(tokens * dim)
+        x = keys[: tokens * dim].reshape(tokens, dim)
+
+        def prepare() -> Any:
+            return memcpy(x.nbytes), lambda: kernels.sign_codes(x, w, out)
+
+        return Case(f"sign_codes N={tokens} d={dim} {bits} bits", x.nbytes, prepare, tokens)
+
     yield selected("512 B, B=4 H=8 N=4096 k=400", 512, 4, 8, 4_096, 400, ordered=False)
     yield selected("512 B, the same by position", 512, 4, 8, 4_096, 400, ordered=True)
     yield selected("1152 B, MLA, B=8 H=1 N=8192 k=1600", 1152, 8, 1, 8_192, 1_600, ordered=False)
@@ -125,6 +150,11 @@ def cases(rng: Any) -> Iterator[Case]:
         yield runs(size, 32 << 20)
     yield from selection(4, 8, 4_096, 400)
     yield from selection(6, 8, 10_240, 1_024)
+    yield compared(8, 4, 8_192, 256)
+    yield compared(3, 3, 2_000, 256)
+    yield compared(8, 4, 8_192, 128)
+    yield hashed(2_000, 64, 256)
+    yield hashed(2_000, 128, 256)
 
 
 def measure(case: Case, rounds: int) -> str:

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from kvd_client.selectors.weights import read
 from tests.engine_models import model_folder
 from tests.integration.test_demo import Demo, only_text
 
@@ -97,6 +98,23 @@ def test_one_mode_without_a_prefix_as_a_table(tmp_path: Path, model: Path) -> No
     row = next(line for line in lines if line.startswith("speculative deadline adaptive"))
     assert row.endswith("yes")
     assert "on-demand ratio, had half of the blocks been sent" in lines
+
+
+def test_a_selector_that_looks_ahead_with_weights_of_its_own(tmp_path: Path, model: Path, cache: Path) -> None:
+    more = ("--mode", "partial", "--selector", "infinigen:alpha=1", "--select", "0.2", "--json")
+    demo = Demo(tmp_path, *arguments(model, *more))
+    assert demo.end() == 0, demo.err
+    assert "calibration, prompts" in demo.err
+    (made,) = (cache / "kvd" / "weights").iterdir()
+    assert read(made).selector == "infinigen"
+    tree = json.loads(demo.out)
+    assert tree["tokens_equal"] is True
+    (selection,) = tree["selections"]
+    assert 0 < selection["select_share_of_step"] < 1
+    (run,) = selection["runs"]
+    assert sum(run["fetched"]) > 0
+    assert all(took >= waited for took, waited in zip(run["fetch_s"], run["fetch_wait_s"], strict=True))
+    assert 0 <= run["fetch_hidden"] <= 1
 
 
 STAGES = {

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from kvd.cli.main import app
 from kvd.profiling import files
+from kvd_client.selectors import weights
 from tests.engine_models import model_folder
 from tests.unit.test_profile_link import LINK
 
@@ -100,5 +101,51 @@ def test_what_can_be_wrong_is_one_sentence_and_writes_nothing(
         *("--model", model, "--texts", texts[0], "--tokens", 40, "--steps", 1, "--prompts", 1, "-o", out), *change
     )
     assert done.exit_code == code, done.output
+    assert sentence in done.stderr
+    assert not out.exists()
+
+
+def test_weights_are_trained_and_recorded_with(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    made, out = tmp_path / "hata.safetensors", tmp_path / "out.kvdprofile"
+    command = ("profile", "train", "hata", *texts, "--model", model, "--tokens", 64, "--prompts", 2)
+    done = CliRunner().invoke(app, [*map(str, command), "--bits", "64", "--steps", "2", "-o", str(made)])
+    assert done.exit_code == 0, done.output
+    found = weights.read(made)
+    assert f"hata of {model.name} from 2 prompts of 64 tokens; sha256 {found.fingerprint}" in done.stdout
+    assert (found.selector, found.model, found.layers) == ("hata", model.name, 4)
+    assert dict(found.parameters) == {"bits": 64, "steps": 2, "prompts": 2, "tokens": 128}
+    how = ("--model", model, "--texts", texts[0], "--tokens", 40, "--steps", 1, "--prompts", 1, "-o", out)
+    done = record(*how, "--selector", "hata:ahead=true", "--weights", made)
+    assert done.exit_code == 0, done.output
+    profile = files.read(out)
+    assert profile.selector == "hata"
+    assert profile.parameters["weights"] == found.fingerprint
+    assert profile.parameters["ahead"] is True
+    for wrong, code, sentence in (
+        (("--selector", "infinigen", "--weights", made), 1, "for selector 'hata', not for 'infinigen'"),
+        (("--selector", "quest", "--weights", made), 2, "takes no weights"),
+        (("--selector", "hata", "--weights", made, "--model-id", "other"), 1, "are another model's"),
+        (("--selector", "hata", "--weights", texts[0]), 1, "no safetensors file"),
+    ):
+        done = record(*how, *wrong)
+        assert (done.exit_code, sentence in done.stderr) == (code, True), done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("quest", "--bits", "64"), "'quest' is not trained"),
+        (("infinigen", "--bits", "64"), "has no bits"),
+        (("hata", "--bits", "100"), "100 bits"),
+        (("hata", "--tokens", "20000"), "model's context of 512"),
+    ],
+)
+def test_what_can_be_wrong_with_training(
+    model: Path, texts: list[Path], tmp_path: Path, change: tuple[str, ...], sentence: str
+) -> None:
+    out = tmp_path / "w"
+    command = ["profile", "train", change[0], str(texts[0]), "--model", str(model), "-o", str(out), *change[1:]]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2, done.output
     assert sentence in done.stderr
     assert not out.exists()

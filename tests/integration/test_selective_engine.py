@@ -23,7 +23,7 @@ from kvd_client.engines.selective import (  # noqa: E402
 )
 from kvd_client.engines.transformers import spec_of  # noqa: E402
 from kvd_client.protocol import MODES  # noqa: E402
-from kvd_client.selectors import create  # noqa: E402
+from kvd_client.selectors import create, parse  # noqa: E402
 from tests.engine_models import random_model, random_prompts  # noqa: E402
 from tests.integration.daemons import DaemonProcess, two_daemons  # noqa: E402
 
@@ -92,12 +92,20 @@ def sink_of(client: Any, request: str, model: Any, selector: Any, lengths: list[
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("name", "selector"), [("llama-gqa", "quest"), ("gemma3", "hata"), ("qwen3", "random"), ("llama-gqa", "streaming")]
+    ("name", "selector"),
+    [
+        ("llama-gqa", "quest"),
+        ("gemma3", "hata"),
+        ("qwen3", "random"),
+        ("llama-gqa", "streaming"),
+        ("gemma3", "infinigen"),
+        ("qwen3", "hata:ahead=true"),
+    ],
 )
 def test_every_mode_equals_one_process(
     daemons: tuple[DaemonProcess, DaemonProcess], name: str, selector: str, mode: str
 ) -> None:
-    algorithm = create(selector)
+    algorithm = parse(selector)
     # A model serves one call at a time, so each side has its own.
     model, prompts = random_model(name), random_prompts(400, 250)
     request, lengths = f"{name} {selector} {mode}", [400, 250]

@@ -155,6 +155,7 @@ class FakeDaemon:
         slots: int = 2,
         capacity: int | None = None,
         metadata: tuple[MetadataSpec, ...] = (),
+        count_blocks: int = 0,
     ) -> None:
         self.connection = connection or FakeConnection()
         number = len(self.connection.daemons) + 1
@@ -174,7 +175,14 @@ class FakeDaemon:
         self.memory = Memory(p.nbytes)
         opened = Opened(transfer=number, handle="", slot=0, offset=0, nbytes=p.nbytes, generation=1)
         self.part = Part(opened, self.memory)  # type: ignore[arg-type]
-        self.transfer = DecodeTransfer(self.connection, self.part, p, lengths, ())  # type: ignore[arg-type]
+        self.transfer = DecodeTransfer(
+            self.connection,  # type: ignore[arg-type]
+            self.part,
+            p,
+            lengths,
+            (),
+            count_blocks=count_blocks,
+        )
         for layer in range(layers):
             mask = self.mask(layer)
             mask[:] = 0

@@ -241,3 +241,10 @@ def test_the_facts_of_this_host() -> None:
     assert host.memory > 1 << 20
     assert host.runtime_dir == "/run/user/7"
     assert host.group_id("no-such-group-here") is None
+
+
+def test_what_is_learnt_goes_into_the_state_directory() -> None:
+    assert resolved("").profile.state == ""
+    environ = {"STATE_DIRECTORY": "/var/lib/kvd:/var/lib/other"}
+    assert resolved("", **environ).profile.state == "/var/lib/kvd"
+    assert resolved('[profile]\nstate = "/srv/kvd"', **environ).profile.state == "/srv/kvd"

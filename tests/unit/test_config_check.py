@@ -182,3 +182,16 @@ def test_the_example_names_every_key_with_its_default() -> None:
     assert {k: v for k, v in shown.items() if k in effective.keys() - explained} == {
         k: v for k, v in effective.items() if k not in explained
     }
+
+
+class TestProfile:
+    @pytest.mark.parametrize("text", ["64", "many requests", "-1 tokens"])
+    def test_a_half_life_has_a_unit(self, text: str) -> None:
+        assert '"64 requests" or "100000 tokens"' in errors(f'[profile]\nhalf_life = "{text}"')["profile.half_life"]
+
+    def test_the_state_folder_is_one(self, tmp_path: Path) -> None:
+        assert "absolute" in errors('[profile]\nstate = "here"')["profile.state"]
+        (tmp_path / "file").touch()
+        assert "is no folder" in errors(f'[profile]\nstate = "{tmp_path}/file"')["profile.state"]
+        assert errors(f'[profile]\nstate = "{tmp_path}/to-be-made"') == {}
+        assert errors(f'[profile]\nlearn = false\nstate = "{tmp_path}/file"') == {}

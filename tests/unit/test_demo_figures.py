@@ -24,6 +24,7 @@ def run_of(setting: Setting = SPECULATIVE, **changes: Any) -> Run:
         "selected": [100, 100, 100, 100],
         "fetched": [50, 20, 0, 0],
         "waited_s": [0.25, 0.0, 0.0, 0.0],
+        "fetch_s": [1.4, 0.6, 0.4, 0.0],
         "fetch_wait_s": [0.5, 0.1, 0.0, 0.0],
         "paths": {"metadata": 4, "proactive": 1_500_000, "on_demand": 700, "fetches": 12, "windows": 9},
         "local_s": 2.5,
@@ -51,6 +52,7 @@ def comparison(*runs: Run, **changes: Any) -> Comparison:
         local_tokens=[5, 6, 7, 8, 9],
         local_text="text",
         local_step_s=[0.3, 0.1, 0.125],
+        local_select_s=[0.03, 0.002, 0.01],
         orders={"sequential": {"first": 0.53, "all": 0.54}, "optimal": {"first": 0.1, "all": None}},
         runs=list(runs),
     )
@@ -119,7 +121,9 @@ def test_the_end_is_what_began_with_everything_local() -> None:
 
 
 def test_one_token_has_no_second() -> None:
-    run = run_of(tokens=[5], times=[1.0], selected=[], fetched=[], waited_s=[], fetch_wait_s=[], local_s=None)
+    run = run_of(
+        tokens=[5], times=[1.0], selected=[], fetched=[], waited_s=[], fetch_wait_s=[], fetch_s=[], local_s=None
+    )
     made = comparison(run)
     assert run.ttst_s is None
     assert run.steady_s is None
@@ -137,13 +141,22 @@ def test_table_and_json_tell_the_same() -> None:
     tables = {title: (heads, rows) for title, heads, rows in made.tables()}
     title = next(iter(tables))
     assert title.startswith("10 % selected: 100 entries a layer and KV head; f = 0.222")
+    assert "(8.0 % of it choosing), TTST bound" in title
     heads, lines = tables[title]
     shown = dict(zip(heads, lines[1], strict=True))
     assert shown["run"] == "speculative deadline windows"
     assert shown["TTST"] == "2.00 s"
     assert shown["full/TTST"] == "4.50"
     assert shown["same tokens"] == "yes"
-    assert tables["bytes by path"][1][1] == ["speculative deadline windows", "4 B", "1.5 MB", "700 B", "0", "12"]
+    assert tables["bytes by path"][1][1] == [
+        "speculative deadline windows",
+        "4 B",
+        "1.5 MB",
+        "700 B",
+        "0",
+        "12",
+        "75 %",
+    ]
     assert tables["on-demand ratio by decode step"][1][1][1:] == ["0.500", "0.200", "0.000", "0.000"]
     assert tables["on-demand ratio, had half of the blocks been sent"][1][1] == ["optimal", "0.100", "-"]
     tree = json.loads(made.to_json())

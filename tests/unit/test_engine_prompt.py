@@ -57,12 +57,12 @@ def run(name: str, selector: Any, lengths: list[int], *, until: int = 99, **how:
 
 @pytest.mark.parametrize("chunk", [None, 40, 7])
 def test_the_last_queries_whatever_the_chunks(chunk: int | None) -> None:
-    transfer, told = run("llama-gqa", create("exact"), [90, 61], chunk=chunk)
+    transfer, told = run("llama-gqa", create("exact"), [160, 131], chunk=chunk)
     assert sorted(told) == sorted(transfer.rankings) == [2, 3]
-    _, whole = run("llama-gqa", create("exact"), [90, 61])
+    _, whole = run("llama-gqa", create("exact"), [160, 131])
     for layer, indices in told.items():
         assert len(indices) == QUERIES
-        k = selective.entries_of([90, 61], SHARE)
+        k = selective.entries_of([160, 131], SHARE)
         for mine, its in zip(indices, whole[layer], strict=True):
             assert mine.shape == (4, max(k))
             # Sums of other chunks differ in the last bit, which may tip a token.
@@ -90,16 +90,23 @@ def test_windowed_layers_are_not_ranked() -> None:
     assert sorted(transfer.rankings) == [2, 5]
 
 
-def test_a_short_question_about_a_cached_document_has_few_queries() -> None:
-    model, selector = random_model("llama-gqa"), create("quest")
-    document, question = random_prompts(70, 5)
+@pytest.mark.parametrize(("tokens", "asked"), [(1, 1), (5, 1), (16, 2), (40, 4), (128, 16)])
+def test_a_short_question_about_a_cached_document_has_few_queries(tokens: int, asked: int) -> None:
+    """As many as a bounded share of its prefill pays for, evenly among the last ones, the very last among them."""
+    model, selector = random_model("llama-gqa"), Remembering()
+    document, question = random_prompts(70, tokens)
     told: dict[int, Any] = {}
-    transfer = Ranked(spec_of(model), [75], selector)
+    transfer = Ranked(spec_of(model), [70 + tokens], selector)
     prefix = selective.prefix_of(model, document)
-    selective.prefill_selective(
-        model, [document + question], transfer, selector, prefix=prefix, on_queries=told.__setitem__
-    )
-    assert {layer: len(indices) for layer, indices in told.items()} == {2: 5, 3: 5}
+    prompt = [document + question]
+    selective.prefill_selective(model, prompt, transfer, selector, prefix=prefix, on_queries=told.__setitem__)
+    assert {layer: len(indices) for layer, indices in told.items()} == {2: asked, 3: asked}
+    few, all_ = selector.queries[2][-asked:], []
+    selector.queries.clear()
+    selective.prefill_selective(model, prompt, transfer, selector, on_queries=told.__setitem__)
+    all_ = selector.queries[2]
+    torch.testing.assert_close(few[-1], all_[-1], rtol=1e-4, atol=1e-5)
+    selector.queries.clear()
 
 
 def test_nobody_asks_where_it_is_of_no_use() -> None:
@@ -133,16 +140,18 @@ def test_shares_are_what_the_formula_says() -> None:
 
 
 def test_what_is_recorded_is_what_was_selected() -> None:
-    model, selector, (prompt,) = random_model("llama-gqa"), create("quest"), random_prompts(90)
+    model, selector, (prompt,) = random_model("llama-gqa"), create("quest"), random_prompts(140)
     one = record(model, prompt, selector, share=0.3, steps=3, name="random", model_id="m")
-    assert (one.name, one.model, one.selector, one.length) == ("random", "m", "quest", 90)
+    assert (one.name, one.model, one.selector, one.length) == ("random", "m", "quest", 140)
     assert (one.step_count, one.query_count, one.layers, one.kv_heads) == (3, QUERIES, 4, 2)
-    transfer, told = Ranked(spec_of(model), [90], selector), {}
+    transfer, told = Ranked(spec_of(model), [140], selector), {}
     selective.prefill_selective(model, [prompt], transfer, selector, chunk=256, on_queries=told.__setitem__)
     assert not one.step_mask()[:2].any()
-    assert (one.step_mask(slice(2, None)).sum(-1) == 27).all()
+    assert (one.step_mask(slice(2, None)).sum(-1) == 42).all()
     for layer in (2, 3):
         np.testing.assert_array_equal(np.argwhere(one.query_mask(layer)[-1, 1])[:, 0], told[layer][-1][1])
         np.testing.assert_allclose(
-            (one.shares(1, 90)[layer] + 2 * one.shares(QUERIES, 90)[layer]) / 3, transfer.rankings[layer][0], rtol=1e-6
+            (one.shares(1, 140)[layer] + 2 * one.shares(QUERIES, 140)[layer]) / 3,
+            transfer.rankings[layer][0],
+            rtol=1e-6,
         )

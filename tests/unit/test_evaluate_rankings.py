@@ -15,7 +15,7 @@ from kvd.profiling.evaluate.statistics import Mean, interval, no_worse
 from kvd.profiling.recorded import Recorded, pack
 from kvd.transfer.replay import causal_sent
 
-LAYERS, HEADS, STEPS, QUERIES = 5, 2, 18, 4
+LAYERS, HEADS, STEPS, QUERIES = 5, 2, 18, 20
 STEP_SLICES = slice(None), slice(0, 16), slice(0, 1)
 
 
@@ -136,12 +136,14 @@ def test_prompt_aware_is_the_mean_of_profile_and_queries() -> None:
     one = recorded(5)
     counts = rankings.Counts.of(one, 23)
     known = rankings.profile([rankings.Counts.of(recorded(6), 23), rankings.Counts.of(recorded(7), 23)])
-    found = rankings.prompt_aware(known, counts)
+    found, wide = rankings.prompt_aware(known, counts), rankings.prompt_aware_wide(known, counts)
     queries = one.query_mask()
     for layer in range(2, LAYERS):
-        c1, c16 = queries[layer, -1].astype(float), queries[layer].mean(axis=0)
-        scale = known[layer].mean() / ((c1 + 2 * c16) / 3).mean()  # on the profile's scale
-        assert found[layer] == pytest.approx((known[layer] + scale * (c1 + 2 * c16)) / 4, rel=1e-5)
+        c1, c16, all_of_them = queries[layer, -1].astype(float), queries[layer, -16:].mean(0), queries[layer].mean(0)
+        for values, asked in ((found, (c1 + 2 * c16) / 3), (wide, (c1 + c16 + all_of_them) / 3)):
+            scaled = asked * known[layer].mean() / asked.mean()  # on the profile's scale
+            assert values[layer] == pytest.approx((known[layer] + 3 * scaled) / 4, rel=1e-5)
+    assert not np.allclose(found, wide)
 
 
 def test_profiles_are_frequencies_and_learning_forgets_by_half() -> None:

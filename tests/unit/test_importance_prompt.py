@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -59,6 +59,7 @@ def test_what_is_no_ranking(shares: list[list[float]], weight: float, says: str)
         combined(np.array([0.1, 0.2], np.float32), np.array(shares, np.float32), weight)
 
 
+@settings(deadline=None)
 @given(SHARES, st.integers(1, 9))
 def test_a_scale_of_classes_puts_their_values_where_they_were(values: np.ndarray, count: int) -> None:
     matrix = ImportanceMatrix(values)
@@ -72,6 +73,7 @@ def test_a_scale_of_classes_puts_their_values_where_they_were(values: np.ndarray
         assert mine == its or value == least[mine]
 
 
+@settings(deadline=None)
 @given(SHARES, SHARES, st.integers(1, 9))
 def test_more_important_is_never_behind(values: np.ndarray, others: np.ndarray, count: int) -> None:
     scale = Scale.of_values(values, count, 3)
@@ -82,6 +84,7 @@ def test_more_important_is_never_behind(values: np.ndarray, others: np.ndarray, 
     assert (np.diff(classes[order]) >= 0).all()
 
 
+@settings(deadline=None)
 @given(SHARES, st.integers(1, 30))
 def test_resampling_keeps_means(values: np.ndarray, blocks: int) -> None:
     found = resampled_columns(values, blocks)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd import learnt as module
@@ -152,6 +152,7 @@ def test_another_model_of_the_same_name_is_refused() -> None:
     one.hear("d", message(entry_bytes=32), 1.0)  # importance does not depend on how large entries are
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Learnt,

@@ -474,6 +474,42 @@ def test_selections_are_counted_in_blocks_and_reported() -> None:
         transfer.count_selections(4)
 
 
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
+@pytest.mark.parametrize("lengths", [[8], [8, 5]])
+def test_layers_are_counted_together_and_right(
+    lengths: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order of layers, of any number of entries, and whenever they are counted."""
+    monkeypatch.setattr(lanes, "_COUNT_AT_ONCE", at_once)
+    daemon = FakeDaemon(lengths, layers=5)
+    transfer, rng = daemon.transfer, np.random.default_rng(at_once)
+    transfer.count_selections(3)
+    expected = np.zeros((5, 3))
+    for layer in [0, 1, 2, 3, 4, 2, 3, 3, 4, 1, 0, 0, 4]:
+        k = int(rng.integers(1, 5))
+        index = np.full((2 * len(lengths), k), -1, np.int32)
+        for at, row in enumerate(index):
+            length = lengths[at // 2]
+            chosen = rng.permutation(length)[: int(rng.integers(1, k + 1))]
+            row[: len(chosen)] = chosen
+            np.add.at(expected[layer], chosen * 3 // length, 1)
+        transfer.select(layer, index)
+    transfer.report_selections()
+    (report,) = daemon.connection.reports
+    assert np.frombuffer(report.counts, np.float32).reshape(5, 3).tolist() == expected.tolist()
+    assert (report.steps, report.asked) == (3, True)
+
+
+def test_a_daemon_that_learns_has_everything_counted() -> None:
+    daemon = FakeDaemon([8], count_blocks=4)
+    transfer, connection = daemon.transfer, daemon.connection
+    transfer.select(2, index_of([0, 1], [7, 6]))
+    transfer.release()
+    (report,) = connection.reports
+    assert (report.blocks, report.steps, report.asked) == (4, 1, False)
+    assert np.frombuffer(report.counts, np.float32).reshape(3, 4)[2].tolist() == [2, 0, 0, 2]
+
+
 def test_too_many_blocks_to_report_are_refused() -> None:
     daemon = FakeDaemon([8])
     for blocks in (0, 100_000):

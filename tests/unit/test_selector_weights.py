@@ -75,7 +75,7 @@ class Scene:
 
 
 def infinigen_by_formula(scene: Scene, row: int) -> tuple[list[Any], float]:
-    """Scores of each head, and the mean number of entries within alpha of the best."""
+    """Scores of each head, and the mean number of entries within alpha of the best behind the sinks."""
     s, found, counts = scene.selector, [], []
     for head in range(scene.shape.kv_heads):
         query, prompt, keys = scene.numbers(row, head)
@@ -84,7 +84,8 @@ def infinigen_by_formula(scene: Scene, row: int) -> tuple[list[Any], float]:
         columns = np.argsort(-importance)[: int(s.columns * DIM)]
         partial = (keys @ a)[:, columns].astype(np.float16).astype(np.float64)
         each = (query @ a)[:, columns] @ partial.T / np.sqrt(DIM)
-        counts += [int((one > one.max() - s.alpha).sum()) for one in each]
+        behind = each[:, s.sinks :] if s.sinks < each.shape[1] else each
+        counts += [int((one > best.max() - s.alpha).sum()) for one, best in zip(each, behind, strict=True)]
         power = np.exp(each - each.max(1, keepdims=True))
         found.append((power / power.sum(1, keepdims=True)).sum(0))
     return found, float(np.mean(counts))
@@ -92,7 +93,9 @@ def infinigen_by_formula(scene: Scene, row: int) -> tuple[list[Any], float]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("parameters", [{}, {"alpha": 0.7, "columns": 0.5}, {"alpha": 100.0}])
+@pytest.mark.parametrize(
+    "parameters", [{}, {"alpha": 0.7, "columns": 0.5}, {"alpha": 0.7, "sinks": 0}, {"alpha": 100.0}]
+)
 def test_infinigen_is_its_formula(form: str, trained: bool, parameters: dict[str, Any]) -> None:
     selector = create("infinigen", weights=weights_of("infinigen", FORMS[form][0]) if trained else None, **parameters)
     scene = Scene(selector, form)
@@ -111,8 +114,23 @@ def test_infinigen_is_its_formula(form: str, trained: bool, parameters: dict[str
             np.testing.assert_allclose(np.sort(scores[head][mine[: k - 1]])[::-1], best, rtol=1e-3, atol=1e-6)
     if parameters.get("alpha") == 100.0:
         assert index.shape[2] == 30, "the cap"
-    elif parameters:
+    elif "columns" in parameters:
         assert index.shape[2] < 30, "fewer than the cap where few scores are near the best"
+
+
+def test_an_attention_sink_does_not_hide_the_rest() -> None:
+    shape, counts = Shape((50,), 1, DIM, "float32"), {}
+    keys = 0.1 * torch.randn((1, 1, 50, DIM), generator=torch.Generator().manual_seed(2))
+    keys[0, 0, 0] = 10.0  # far above all others for this query
+    query = torch.ones(1, 1, 1, DIM)
+    for sinks in (0, 1, 4):
+        selector = create("infinigen", columns=1.0, sinks=sinks)
+        arrays = {a.name: np.zeros(a.layer_bytes, np.uint8) for a in selector.metadata(shape)}
+        selector.summarize(shape, Chunk(LAYER, 0, keys, None, {}), arrays)
+        index = selector.select(shape, query, arrays, [20], layer=LAYER, step=1)
+        counts[sinks] = index.shape[1]
+        assert 0 in index or index.shape[1] == 1
+    assert counts == {0: 1, 1: 20, 4: 20}
 
 
 def test_infinigen_selects_the_same_of_a_row_whatever_the_others_are() -> None:

@@ -284,6 +284,7 @@ def test_selectors_are_written_with_parameters() -> None:
         ("infinigen", {"columns": 0.0}),
         ("infinigen", {"columns": 1.1}),
         ("infinigen", {"alpha": 0.0}),
+        ("infinigen", {"sinks": -1}),
         ("streaming", {"sinks": -1}),
         ("quest", {"pages": 16}),
     ],

@@ -5,6 +5,7 @@ Needs torch; nothing that a daemon imports imports this.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,11 @@ class TextRuns:
             queries=pack(self._queries(selector, metadata, record)),
         )
         return values, recorded
+
+    def widened(self, selector: Selector, recorded: Recorded, settings: Settings) -> Recorded:
+        """A recording of this prompt with as many of its last queries as are wanted now."""
+        metadata = summaries(self._model, self._state, selector)
+        return dataclasses.replace(recorded, queries=pack(self._queries(selector, metadata, settings)))
 
     def _values(self, found: torch.Tensor, share: float) -> dict[str, Any]:
         assert self._full is not None

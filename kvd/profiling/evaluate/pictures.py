@@ -83,11 +83,12 @@ def _divergence(divergence: Mapping[str, Any]) -> bytes:
         for name, points in sorted(lines.items()):
             x, y, error = zip(*sorted(points), strict=True)
             panel.errorbar(x, y, yerr=error, marker="o", markersize=3, linewidth=1, label=name)
-        panel.set(xscale="log", yscale="log", title=f"{length} tokens", xlabel="share selected")
+        panel.set(yscale="log", title=f"{length} tokens", xlabel="share selected", xlim=(0, None))
         panel.title.set_fontsize("small")
         if not at:
             panel.set_ylabel("KL divergence from the full cache, nats")
-            panel.legend(fontsize="x-small")
+    handles, names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize="x-small", loc="outside right center")
     return _png(figure)
 
 

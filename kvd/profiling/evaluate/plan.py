@@ -90,7 +90,7 @@ class Settings:
 
     steps: int = 64
     """Tokens behind each prompt that are run, the same number of decode steps."""
-    queries: int = 16
+    queries: int = 128
     """The prompt's last queries whose selections are recorded."""
     query_share: float = 0.2
     """Of the prompt, what those select."""
@@ -100,6 +100,10 @@ class Settings:
 
     def fields(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def identity(self) -> dict[str, Any]:
+        """Without what can be added to results that are there."""
+        return {name: value for name, value in self.fields().items() if name != "queries"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,8 +120,8 @@ class Place:
 
 
 def counts(most: int, lengths: Sequence[int]) -> dict[int, int]:
-    """How many prompts of each length: ``most`` of the shortest, of longer ones as many tokens, at least one."""
-    return {length: max(1, most * min(lengths) // length) for length in lengths}
+    """How many prompts of each length: ``most`` of the shortest, of longer ones as many tokens, at least one if any."""
+    return {length: max(min(most, 1), most * min(lengths) // length) for length in lengths}
 
 
 def places(domains: Sequence[str], numbers: dict[int, int]) -> list[Place]:

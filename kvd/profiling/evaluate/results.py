@@ -19,11 +19,21 @@ from kvd.profiling.evaluate.statistics import Mean, interval
 from kvd.profiling.evaluate.store import Store
 
 RANKINGS = (
-    *("sequential", "random", "streaming", "profile", "prompt-aware", "learnt", "learnt+prompt", "profile-others"),
-    *("prompt-aware-others", "optimal"),
+    *("sequential", "random", "streaming", "profile", "prompt-aware", "prompt-aware-wide", "learnt", "learnt+prompt"),
+    *("profile-others", "prompt-aware-others", "prompt-aware-wide-others", "optimal"),
 )
 """``profile`` is the calibration domain's, ``profile-others`` that of all domains but the tested one; ``prompt-aware``
-is F on top of them. ``learnt`` began as ``profile`` and has seen the tested domain's other prompts."""
+is F on top of them, ``prompt-aware-wide`` with more queries. ``learnt`` began as ``profile`` and has seen the tested
+domain's other prompts."""
+CLOSERS = {
+    "prompt-aware": "profile",
+    "prompt-aware-wide": "profile",
+    "prompt-aware-others": "profile-others",
+    "prompt-aware-wide-others": "profile-others",
+    "learnt": "profile",
+    "learnt+prompt": "profile",
+}
+"""Rankings that close a gap, and the one where it begins."""
 HALF_LIFE = 4.0
 """Of ``learnt``, in prompts."""
 COARSE = 100
@@ -105,20 +115,23 @@ def divergences(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def recalls(results: Results) -> dict[str, dict[str, Any]]:
-    """By length and label: facts found, by themselves and all in one answer, by depth; and against the full cache's
-    answers, ``lost`` and ``gained``."""
+    """By length and label: facts found, by themselves and all in one answer, by depth; against the full cache's answers
+    ``lost`` and ``gained``, and ``exact_too``, how many of the lost ones exact selection of the same share loses."""
     found: dict[str, dict[str, Any]] = {}
     for (length, label), cells in results.hidden.items():
         here: dict[str, Any] = {"selected": round(float(np.mean([cell["selected"] for cell in cells])), 4)}
         for kind in ("one", "all"):
             mine = np.array([cell[kind] for cell in cells], bool)
             full = np.array([cell[kind] for cell in results.hidden[length, FULL]], bool)
+            exact = results.hidden.get((length, f"exact@{label.rpartition('@')[2]}"))
+            oracle = None if exact is None else np.array([cell[kind] for cell in exact], bool)
             here[kind] = {
                 "found": int(mine.sum()),
                 "of": int(mine.size),
                 "by_depth": dict(zip(map(str, DEPTHS), mine.sum(axis=0).tolist(), strict=True)),
                 "lost": int((full & ~mine).sum()),
                 "gained": int((mine & ~full).sum()),
+                "exact_too": None if oracle is None else int((full & ~mine & ~oracle).sum()),
             }
         found.setdefault(str(length), {})[label] = here
     return found
@@ -156,16 +169,19 @@ def _known(one: Prompt, prompts: Sequence[Prompt], settings: Settings) -> dict[s
     profile, pooled = rankings.profile(calibration), rankings.profile(others)
     learnt = rankings.learnt(profile, own, HALF_LIFE)
     aware = functools.partial(rankings.prompt_aware, counts=one.counts)
+    wide = functools.partial(rankings.prompt_aware_wide, counts=one.counts)
     return {
         "sequential": rankings.sequential(one.counts),
         "random": rankings.at_random(one.counts, settings.seed + one.place.number),
         "streaming": rankings.streaming(one.counts),
         "profile": profile,
         "prompt-aware": aware(profile),
+        "prompt-aware-wide": wide(profile),
         "learnt": learnt,
         "learnt+prompt": aware(learnt),
         "profile-others": pooled,
         "prompt-aware-others": aware(pooled),
+        "prompt-aware-wide-others": wide(pooled),
     }
 
 
@@ -188,12 +204,7 @@ def _closed(rows: Sequence[rankings.Ratios], unit: str, order: str, share: float
     """Of the gap from a profile to the optimal order *of blocks*, what each way closes in all steps and in early ones:
     units of blocks and heads are measured by the gap that blocks have. Optimal is what knows all steps."""
     found: dict[str, Any] = {}
-    for base, name in (
-        ("profile", "prompt-aware"),
-        ("profile-others", "prompt-aware-others"),
-        ("profile", "learnt"),
-        ("profile", "learnt+prompt"),
-    ):
+    for name, base in CLOSERS.items():
         every, early = (
             [
                 (

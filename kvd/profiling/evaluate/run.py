@@ -83,20 +83,33 @@ class Runner:
         return dict(selector.parameters) if selector is not None else {}
 
     def _finished(self, place: Place, kind: str, variant: Variant) -> bool:
-        if self._store.cell(place, kind, variant.label, self.parameters(variant)) is None:
+        if self._cell(place, kind, variant) is None:
             return False
-        needs = kind == "text" and variant in self._work.recorded
-        return not needs or self._store.recorded(place, variant.label).is_file()
+        return kind != "text" or variant not in self._work.recorded or self._recorded(place, variant)
+
+    def _cell(self, place: Place, kind: str, variant: Variant) -> dict[str, Any] | None:
+        return self._store.cell(place, kind, variant.label, self.parameters(variant))
+
+    def _recorded(self, place: Place, variant: Variant) -> bool:
+        """Whether its selections are kept, of as many queries as are wanted."""
+        path = self._store.recorded(place, variant.label)
+        wanted = min(self._tokens.settings.queries, place.length)
+        return path.is_file() and recordings.read(path).query_count >= wanted
 
     def _texts(self, place: Place, missing: Sequence[Variant]) -> Any:
         prompt, behind = self._tokens.text(place)
         state = measure.kept_state(self._model, prompt, self._store.state(place, "text"))
         runs = measure.TextRuns(self._model, state, behind)
         for variant in missing:
+            selector, path = self.selector(variant), self._store.recorded(place, variant.label)
+            if selector is not None and path.is_file() and self._cell(place, "text", variant) is not None:
+                recordings.write(runs.widened(selector, recordings.read(path), self._tokens.settings), path)
+                yield
+                continue
             record = self._tokens.settings if variant in self._work.recorded else None
-            values, made = runs.run(self.selector(variant), variant.share, record=record, name=place.domain)
+            values, made = runs.run(selector, variant.share, record=record, name=place.domain)
             if made is not None:
-                recordings.write(made, self._store.recorded(place, variant.label))
+                recordings.write(made, path)
             self._store.finish(place, "text", variant.label, self.parameters(variant), values)
             yield
 
@@ -126,6 +139,6 @@ class Runner:
                 break
             prompts.append(list(ids[:CALIBRATION_TOKENS]))
         prompts = prompts or [list(self._tokens.document(domain, 0)[:CALIBRATION_TOKENS])]
-        made = train(name, self._model, prompts)
+        made = train(name, self._model, prompts, told=self._told)
         replace_file(path, weight_files.encode(made))
         return made

@@ -55,7 +55,7 @@ class Store:
 
     def _lock(self) -> None:
         """Held until the program ends: two at once would do everything twice."""
-        self._held = (self.folder / "lock").open("w")
+        self._held = (self.folder / "lock").open("a")
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

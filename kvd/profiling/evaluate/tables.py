@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvd.profiling.evaluate import rankings
-from kvd.profiling.evaluate.results import RANKINGS
+from kvd.profiling.evaluate.plan import DEPTHS
+from kvd.profiling.evaluate.results import CLOSERS, RANKINGS
 
 REACHED = {True: "reached", False: "NOT reached", None: "not measured"}
 
@@ -37,18 +38,22 @@ def marks(report: Mapping[str, Any]) -> list[str]:
 
 def markdown(report: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The whole report."""
-    settings = report["settings"]
+    settings, prompts = report["settings"], report["prompts"]
+    unfinished = "" if report["complete"] else ", which has been stopped before its end"
     lines = [
         f"# Selection on {report['model']}",
         "",
-        f"Made by `{report['command']}` with kvd {report['kvd']}.",
+        f"Made by `{report['command']}` with kvd {report['kvd']}{unfinished}.",
         "",
         *(f"- {name}: {domain['source']}" for name, domain in report["texts"].items()),
-        f"- calibrated on {settings['calibration']}, measured on the other domains; "
-        + "; ".join(f"{kind}: {_counts(found)} prompts" for kind, found in report["prompts"].items() if found),
+        f"- calibrated on {settings['calibration']}, measured on the other domains",
+        f"- divergence: {_counts(prompts['text'])}; recall: {_counts(prompts['hidden'])}, each with "
+        f"{len(DEPTHS)} facts, asked for one by one and all in one answer",
         f"- {settings['steps']} steps behind each prompt, teacher-forced; ± is one standard error over prompts",
-        f"- on-demand ratios of all steps, by order (global, causal) and share of all units sent; early: of "
-        f"the first {rankings.EARLY} steps, global order; closed: the share of the gap from the profile to optimal",
+        "- on-demand ratios of all steps, by order (global, causal) and share of all units sent, "
+        f"{settings['blocks']} blocks a layer; early: of the first {rankings.EARLY} steps, global order; closed: the "
+        "share of the gap from the profile to optimal, which knows all steps beforehand; percentages in marks: the "
+        "share closed, its 95 % interval over prompts, and that of the early steps",
         "",
     ]
     lines += ["## Marks", "", *(f"- {line}" for line in marks(report)), ""]
@@ -65,7 +70,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _counts(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} of {name}" for name, count in found.items())
+    return ", ".join(f"{count} prompts of {length} tokens" for length, count in found.items()) or "none"
 
 
 def _recall(recall: Mapping[str, Any]) -> Table:
@@ -113,7 +118,7 @@ def _on_demand(label: str, unit: str, lengths: Mapping[str, Any], errors: bool) 
     for name in RANKINGS:
         row = [name, *(_mean(orders[order][share]["ratio"][name], 3, errors) for order, share in columns)]
         rows.append(row + [f"{orders['global'][share]['ratio'][name]['early']:.3f}" for share in early])
-    for name in ("prompt-aware", "prompt-aware-others", "learnt", "learnt+prompt"):
+    for name in CLOSERS:
         shares = [orders[order][share]["closed"][name]["share"] for order, share in columns]
         shares += [orders["global"][share]["closed"][name]["early"] for share in early]
         rows.append([f"closed: {name}", *("-" if one is None else f"{one:.0%}" for one in shares)])
