@@ -327,7 +327,14 @@ class Daemon:
             counters=counters,
             profiles=self._profiles.installed(),
             recordings=self._profiles.recorded(),
+            security=self._security(),
         )
+
+    def _security(self) -> str:
+        security = self.config.security
+        if self._fabric.name != "tcp":
+            return ""
+        return security.level if security.level != "plain" else "checksums" if security.checksums else "unchecked"
 
 
 def _peers_config(config: Config) -> PeersConfig:

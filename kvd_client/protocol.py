@@ -322,6 +322,9 @@ class Status(Message, tag="status"):
     counters: dict[str, int]
     profiles: list[ProfileStatus] = []
     recordings: list[RecordingStatus] = []
+    security: str = ""
+    """What protects bytes on their way: ``unchecked``, ``checksums``, ``authentic``, ``secret``; empty: the fabric's
+    own means."""
 
 
 Request = (
