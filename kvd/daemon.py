@@ -413,7 +413,14 @@ class Daemon:
             recordings=self._profiles.recorded(),
             learnt=learner.statuses(time.time()) if learner is not None else [],
             devices=[device.status() for device in self._devices.values()],
+            security=self._security(),
         )
+
+    def _security(self) -> str:
+        security = self.config.security
+        if all(fabric.name != "tcp" for fabric in self._fabrics):
+            return ""
+        return security.level if security.level != "plain" else "checksums" if security.checksums else "unchecked"
 
 
 def _save(unsaved: list[tuple[Path, bytes]]) -> None:

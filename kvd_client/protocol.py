@@ -434,6 +434,9 @@ class Status(Message, tag="status"):
     devices: list[DeviceStatus] = []
     device: str = ""
     """What the fabrics run on: device, port, address, MTU. Empty where that is the system's network."""
+    security: str = ""
+    """What protects bytes on their way: ``unchecked``, ``checksums``, ``authentic``, ``secret``; empty: the fabric's
+    own means."""
 
 
 Request = (

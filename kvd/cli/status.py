@@ -99,9 +99,12 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield f"  boot     {found.boot}"
     yield f"  listen   {found.listen}"
     yield f"  socket   {found.socket}  ({found.clients} client{'s' * (found.clients != 1)})"
-    yield f"  fabric   {found.fabric}, kernels {found.kernels}"
+    security = f" ({found.security})" if found.security else ""
+    yield f"  fabric   {found.fabric}{security}, kernels {found.kernels}"
     if found.device:
         yield f"  device   {found.device}"
+    if damaged := found.counters.get("checksum_errors"):
+        yield f"  damaged  {damaged} frames arrived otherwise than they were sent, and were refused"
     yield from _field("memory", _memory(found.memory), width)
     yield from _field("sent", _by_path(found.counters, "bytes_sent_"), width)
     yield from _field("tensors", _moved(found.counters), width)

@@ -162,6 +162,20 @@ def test_fabrics() -> None:
     assert errors('[fabric]\nname = "tcq"')["fabric.name"] == 'there is no fabric "tcq"; known are auto, loopback, tcp'
 
 
+@pytest.mark.parametrize("level", ["authentic", "secret"])
+def test_protection_needs_a_key_and_the_tcp_fabric(key: str, level: str) -> None:
+    asked = f'[security]\nlevel = "{level}"\n'
+    assert "needs a shared key" in errors(asked)["security.level"]
+    keyed = f"[peers]\n{key}"
+    assert problems(asked + keyed) == []
+    for name in ("auto", "verbs"):
+        assert "what the tcp fabric can do" in errors(f'{asked}{keyed}[fabric]\nname = "{name}"')["security.level"]
+
+
+def test_no_checksums_is_warned_of() -> None:
+    assert "not noticed" in warnings("[security]\nchecksums = false")["security.checksums"]
+
+
 def test_errors_come_first() -> None:
     levels = [p.level for p in problems('[memory]\nclient_limit = "5GiB"\narena = "1B"')]
     assert levels == ["error", "warning"]

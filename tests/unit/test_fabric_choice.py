@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvd.errors import ConfigError, FabricError
+from kvd.errors import ConfigError, FabricError, InvalidArgument
 from kvd.fabric import choice, registry
+from kvd.fabric.frames import Protection
 from kvd.fabric.loopback import LoopbackFabric
 from kvd.fabric.tcp import TcpFabric
 
@@ -38,6 +39,17 @@ def test_tcp_never_makes_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     (fabric,) = choose("tcp")
     assert isinstance(fabric, TcpFabric)
     assert fabric.rate == 1e6
+
+
+def test_tcp_gets_its_protection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verbs(monkeypatch, no_device)
+    options: Any = {"rate": 0.0, "device": "", "port": 1, "gid_index": -1, "log": Log()}
+    for name in ("tcp", "auto"):
+        assert choice.choose(name, **options).protection is Protection.CHECKSUM
+        assert choice.choose(name, **options, checksums=False).protection is Protection.NONE
+        assert choice.choose(name, **options, level="secret").protection is Protection.SECRET
+    with pytest.raises(InvalidArgument, match="choose one of plain, authentic, secret"):
+        choice.choose("tcp", **options, level="loud")
 
 
 def test_auto_prefers_verbs_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
