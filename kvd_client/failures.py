@@ -22,7 +22,7 @@ class Failure(NamedTuple):
 _NOTHING = "nothing was taken"
 _BOTH = "both processes"
 _CALLER = "the caller"
-_MEMORY = "both daemons' part in the transfer; the memory when its process releases it or dies"
+_MEMORY = "all but the lease, which goes back when its process releases it or dies"
 
 FAILURES: dict[str, Failure] = {
     "INVALID_ARGUMENT": Failure(_CALLER, "at once", _NOTHING, "no: correct the call"),
@@ -42,6 +42,9 @@ FAILURES: dict[str, Failure] = {
     "PERMISSION_DENIED": Failure(_CALLER, "at once", _NOTHING, "no: join the group of `api.group`"),
     "AUTHENTICATION_FAILED": Failure("the sink; both logs", "at the handshake", _NOTHING, "no: the same key on both"),
     "ADDRESS_IN_USE": Failure("`kvd serve`", "at the start", _NOTHING, "after the other process has gone"),
+    "DEVICE_UNAVAILABLE": Failure(
+        "`kvd serve`, `kvd doctor`", "at the start", _NOTHING, "no: the sentence says what the card or its driver lacks"
+    ),
     "DAEMON_UNREACHABLE": Failure(_CALLER, "at once, or the client's timeout", _NOTHING, "when the daemon runs"),
     "DAEMON_LOST": Failure(
         "the processes of that daemon", "at once", "nothing is left to give back", "yes: open again, it reconnects"
