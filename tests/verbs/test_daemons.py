@@ -27,7 +27,7 @@ SPEC = small_spec()
 
 PATIENT = {"connect_timeout_s": 30, "handshake_timeout_s": 30, "timeout_s": 30}
 """An emulated CPU that others share must not make a peer look dead."""
-SMALL = {"pool": "64MiB", "arena": "4MiB"}
+SMALL = {"pool": "64MiB", "arena": "16MiB"}
 FABRICS = {"prefill": ("verbs", DEVICES[0]), "decode": ("auto", DEVICES[1]), "plain": ("tcp", "")}
 
 
