@@ -94,7 +94,9 @@ def test_garbage_is_no_hello(garbage: bytes) -> None:
         unpack_hello(garbage)
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"slots": 0}, {"slot_bytes": HEADER.size}, {"key": b"short"}])
+@pytest.mark.parametrize(
+    "change", [{"version": VERSION + 1}, {"slots": 0}, {"slot_bytes": HEADER.size}, {"key": b"short"}]
+)
 def test_a_hello_that_does_not_fit(change: dict[str, object]) -> None:
     fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}
     with pytest.raises(FabricError, match="same release"):

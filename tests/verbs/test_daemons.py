@@ -27,6 +27,7 @@ SPEC = small_spec()
 
 PATIENT = {"connect_timeout_s": 30, "handshake_timeout_s": 30, "timeout_s": 30}
 """An emulated CPU that others share must not make a peer look dead."""
+SMALL = {"pool": "64MiB", "arena": "16MiB"}
 FABRICS = {"prefill": ("verbs", DEVICES[0]), "decode": ("auto", DEVICES[1]), "plain": ("tcp", "")}
 
 
@@ -45,6 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daem
             config={
                 "fabric": {"name": name, "device": device, **({"rate": "2mbit"} if node == "prefill" else {})},
                 "peers": PATIENT,
+                "memory": SMALL,
             },
         )
         for node, (name, device) in FABRICS.items()
@@ -251,7 +253,7 @@ def test_verbs_on_a_device_that_is_not_there_does_not_start(tmp_path: Path) -> N
 
 
 def test_auto_on_a_device_that_is_not_there_is_tcp(tmp_path: Path) -> None:
-    daemon = ForkedDaemon(tmp_path, "wary", config={"fabric": {"name": "auto", "device": "mlx5_9"}})
+    daemon = ForkedDaemon(tmp_path, "wary", config={"fabric": {"name": "auto", "device": "mlx5_9"}, "memory": SMALL})
     try:
         daemon.start()
         with daemon.client() as client:

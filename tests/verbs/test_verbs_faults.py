@@ -8,7 +8,6 @@ import gc
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import threading
 
@@ -374,82 +373,80 @@ def test_a_link_that_stays_down_ends_the_connection_and_the_next_one_works() -> 
     whole()
 
 
-PEER = """
-import asyncio, sys
-from kvd.fabric.verbs.fabric import VerbsFabric
+class PipeBringup:
+    """Blobs over two pipes, in hexadecimal lines; what is told later gets lost."""
 
-class Bringup:
-    streams = {}
-    async def exchange(self, blob):
-        print(blob.hex(), flush=True)
-        return bytes.fromhex((await asyncio.to_thread(sys.stdin.readline)).strip())
-    def tell(self, blob): pass
-    def listen(self, told): pass
+    streams: dict[Lane, object] = {}  # noqa: RUF012
 
-async def main():
-    fabric = VerbsFabric(device=sys.argv[1])
-    memory = memoryview(bytearray(1 << 20))
-    grant = fabric.grant(fabric.register(memory), 0, 1 << 20)
-    endpoint = await fabric.connect(Bringup())
+    def __init__(self, reading: int, writing: int) -> None:
+        self.reading, self.writing = os.fdopen(reading), writing
+
+    async def exchange(self, blob: bytes) -> bytes:
+        os.write(self.writing, f"{blob.hex()}\n".encode())
+        return bytes.fromhex((await asyncio.to_thread(self.reading.readline)).strip())
+
+    def tell(self, blob: bytes) -> None:
+        pass
+
+    def listen(self, told: object) -> None:
+        pass
+
+    def close(self) -> None:
+        self.reading.close()
+        os.close(self.writing)
+
+
+async def serve_peer(bringup: PipeBringup) -> None:
+    """A peer that grants its memory and waits to be killed."""
+    from kvd.fabric.verbs.fabric import VerbsFabric
+
+    fabric = VerbsFabric(device=DEVICES[1])
+    region = fabric.register(memoryview(bytearray(1 << 20)))
+    endpoint = await fabric.connect(bringup)
     endpoint.on_message = lambda lane, message: None
-    endpoint.send(0, grant.token)
+    endpoint.send(Lane.URGENT, fabric.grant(region, 0, 1 << 20).token)
     await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 
 def test_a_killed_peer_process_is_noticed_by_the_next_write() -> None:
     """Nobody says goodbye: the device's retries end, with a named error, and everything is given back."""
     from kvd.fabric.verbs.fabric import VerbsFabric
 
-    async def body() -> None:
-        before = open_descriptors()
-        peer = subprocess.Popen(  # noqa: ASYNC220
-            [sys.executable, "-c", PEER, DEVICES[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert peer.stdin is not None
-        assert peer.stdout is not None
+    async def body(bringup: PipeBringup, peer: int) -> None:
+        fabric = VerbsFabric(device=DEVICES[0])
+        endpoint = await fabric.connect(bringup)
+        tokens: asyncio.Queue[bytes] = asyncio.Queue()
+        lost: asyncio.Queue[FabricError] = asyncio.Queue()
+        endpoint.on_lost = lost.put_nowait
+        endpoint.on_message = lambda lane, message: tokens.put_nowait(message)
+        token = await tokens.get()
+        region = fabric.register(memoryview(bytearray(1 << 20)))
+        await endpoint.write(Lane.BULK, region, token, one(0, 0, 1 << 20)).done
+        os.kill(peer, signal.SIGKILL)
+        await asyncio.to_thread(os.waitpid, peer, 0)
+        error = await failure(endpoint.write(Lane.BULK, region, token, one(0, 0, 1 << 20)))
+        assert type(error) is FabricError
+        reason = (await lost.get()).message
+        assert "RETRY_EXC" in reason
+        assert "did not recover" in reason
+        await fabric.close()
 
-        class Bringup:
-            streams: dict[Lane, object] = {}  # noqa: RUF012
-
-            async def exchange(self, blob: bytes) -> bytes:
-                peer.stdin.write(blob.hex() + "\n")
-                peer.stdin.flush()
-                return bytes.fromhex((await asyncio.to_thread(peer.stdout.readline)).strip())
-
-            def tell(self, blob: bytes) -> None:
-                pass
-
-            def listen(self, told: object) -> None:
-                pass
-
+    before = open_descriptors()
+    (there, to), (back, fro) = os.pipe(), os.pipe()
+    peer = os.fork()
+    if not peer:
         try:
-            fabric = VerbsFabric(device=DEVICES[0])
-            endpoint = await fabric.connect(Bringup())
-            tokens: asyncio.Queue[bytes] = asyncio.Queue()
-            lost: asyncio.Queue[FabricError] = asyncio.Queue()
-            endpoint.on_lost = lost.put_nowait
-            endpoint.on_message = lambda lane, message: tokens.put_nowait(message)
-            token = await tokens.get()
-            region = fabric.register(memoryview(bytearray(1 << 20)))
-            await endpoint.write(Lane.BULK, region, token, one(0, 0, 1 << 20)).done
-            os.kill(peer.pid, signal.SIGKILL)
-            peer.wait(20)
-            error = await failure(endpoint.write(Lane.BULK, region, token, one(0, 0, 1 << 20)))
-            assert type(error) is FabricError
-            assert "RETRY_EXC" in (await lost.get()).message
-            fabric.deregister(region)
-            await fabric.close()
+            os.close(to)
+            os.close(back)
+            asyncio.run(serve_peer(PipeBringup(there, fro)))
         finally:
-            peer.kill()
-            peer.wait()
-            peer.stdin.close()
-            peer.stdout.close()
-        assert open_descriptors() == before
-
-    asyncio.run(asyncio.wait_for(body(), 100))
+            os._exit(1)
+    os.close(there)
+    os.close(fro)
+    bringup = PipeBringup(back, to)
+    asyncio.run(asyncio.wait_for(body(bringup, peer), 100))
+    bringup.close()
+    assert open_descriptors() == before
 
 
 def test_no_leak_over_connections() -> None:

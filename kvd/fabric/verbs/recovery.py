@@ -70,6 +70,7 @@ class Recovery:
         self._tell, self._on_live, self._give_up = tell, on_live, give_up
         self._psn = 0
         self._theirs: Rebuild | None = None
+        self._peer_ready = False
         self._since: float | None = None
         """When the lane failed first since the last sign of progress."""
         self._reason, self._status = "", ib.FLUSHED
@@ -104,13 +105,17 @@ class Recovery:
                 if self._status == ib.FLUSHED:
                     self._reason = f"the peer's queue pair failed: {printable(message.reason)}"
                 self._begin()
+            elif message.epoch == self.epoch + 1 and self._trying:
+                self._announce(message.epoch)  # it failed again while this side could not yet reach it
             elif message.epoch != self.epoch or self.phase in (Phase.LIVE, Phase.READY) or self._theirs is not None:
                 raise self._unexpected(message)
             self._lane.check(message.received)
             self._theirs = message
             self._step()
-        elif message.epoch == self.epoch and self.phase is Phase.READY:
-            self._live()
+        elif message.epoch == self.epoch and (self.phase is Phase.READY or self._trying):
+            self._peer_ready = True
+            if self.phase is Phase.READY:
+                self._live()
         elif message.epoch >= self.epoch:
             raise self._unexpected(message)
 
@@ -118,6 +123,11 @@ class Recovery:
         """The lane is about to be destroyed."""
         self._closed = True
         self._stop_timer()
+
+    @property
+    def _trying(self) -> bool:
+        """Whether both ends are reset, and this side has not got further since the peer can't be reached."""
+        return self.phase is Phase.RESET and self._theirs is not None
 
     def _stop_timer(self) -> None:
         for timer in (self._timer, self._again):
@@ -136,6 +146,7 @@ class Recovery:
         self.epoch += 1
         self.phase = Phase.DRAINING
         self._theirs = None
+        self._peer_ready = False
         self._lane.stop()
         if self._timer is None:
             self._timer = self._loop.call_later(left, self._expired)
@@ -145,12 +156,16 @@ class Recovery:
         """Go as far as the device and the peer permit."""
         if self.phase is Phase.DRAINING and not self._closed and self._lane.drained:
             self._guarded(self._reset)
-        if self.phase is Phase.RESET and not self._closed and self._theirs is not None:
+        if self._trying and not self._closed:
             self._guarded(self._build)
 
     def _reset(self) -> None:
         self._device.reset(self._lane.qp)
         self.phase = Phase.RESET
+        self._announce(self.epoch)
+
+    def _announce(self, epoch: int) -> None:
+        self.epoch, self._peer_ready = epoch, False
         self._psn = secrets.randbits(24)
         self._tell(Rebuild(int(self._lane.lane), self.epoch, self._psn, self._lane.received, self._reason[:MAX_REASON]))
 
@@ -172,6 +187,8 @@ class Recovery:
             return
         self.phase = Phase.READY
         self._tell(Rebuilt(int(lane.lane), self.epoch))
+        if self._peer_ready:
+            self._live()
 
     def _with(self, hello: Hello, psn: int) -> Hello:
         numbers = (psn, hello.psns[1]) if self._lane.lane is Lane.URGENT else (hello.psns[0], psn)

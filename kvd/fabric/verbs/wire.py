@@ -13,7 +13,8 @@ import msgspec
 from kvd.errors import FabricError, ProtocolError
 from kvd.types import Lane
 
-VERSION = 1
+VERSION = 2
+"""2: queue pairs are rebuilt, which both ends must know how to."""
 KEY_BYTES = 32
 ID_BYTES = 16
 _MAC_BYTES = 16
