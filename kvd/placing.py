@@ -71,6 +71,12 @@ class Placing:
             tensors = _tensors(layout, request.lengths, request.head_start, placement, memory, blocks, table)
             target = _target(request, placement, memory, blocks) if isinstance(request, api.OpenSink) else None
             found = _describe(layout, placement, memory, blocks)
+            if layout.landing_slots and not found.item_bytes:
+                raise UnsupportedLayout(
+                    f"entries that are fetched one by one can't be put into {found.codec}, whose elements share "
+                    "exponents; leave landing_entries out, or choose a plain codec",
+                    codec=found.codec,
+                )
         except BaseException:
             if owned:
                 memory.release()

@@ -23,7 +23,9 @@ Indices = npt.NDArray[np.int64]
 class DeviceTensors:
     """The tensors of a part, or of a cache.
 
-    ``buffers``: each channel's bytes, uint8. ``table``: int64 (rows, blocks of a row), the block that each is.
+    ``buffers``: each channel's bytes, uint8; none where only the device's own runtime can map them: then the tensors
+    have addresses, and every look at bytes raises :class:`InvalidArgument`.
+    ``table``: int64 (rows, blocks of a row), the block that each is.
     """
 
     def __init__(self, found: TensorMap, buffers: Sequence[Bytes], layout: PartLayout, table: Indices) -> None:
@@ -49,6 +51,7 @@ class DeviceTensors:
 
     def share(self, layer: int, kv: int, channel: int) -> Bytes:
         """A tensor's bytes in a channel, as the device sees them: a view."""
+        self._check_mapped()
         start = int(self._bases[self.index(layer, kv)])
         return self.buffers[channel][start : start + self.map.tensor_stride]
 
@@ -80,8 +83,16 @@ class DeviceTensors:
 
     # --- addresses --------------------------------------------------------------------------------------------------
 
+    def _check_mapped(self) -> None:
+        if not self.buffers:
+            raise InvalidArgument(
+                f"the device's memory can't be mapped by this process; give its runtime the address, "
+                f"{int(self._bases[0]) + self.map.address:#x} for the first tensor"
+            )
+
     def _units(self, layer: int, entries: Indices) -> tuple[Indices, Indices, int]:
         """Channel and byte offset of each contiguous piece of entries, in their order, and the pieces' size."""
+        self._check_mapped()
         item = self.map.item_bytes
         if not item:
             raise UnsupportedLayout(

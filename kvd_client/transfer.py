@@ -61,10 +61,10 @@ class Transfer:
     @property
     def tensors(self) -> DeviceTensors:
         """The part's tensors on its device. Raises :class:`InvalidArgument` for a part that was opened without a
-        placement, or whose device's memory a process can't map."""
+        placement."""
         self._connection.check_part(self._part)
         if self._tensors is None:
-            raise InvalidArgument(f"transfer {self.id} has no tensors on a device that this process could map")
+            raise InvalidArgument(f"transfer {self.id} was opened without a placement, and has no tensors on a device")
         return self._tensors
 
     def _place(self, cache: Cache | None, blocks: Sequence[Sequence[int]]) -> None:
@@ -72,7 +72,7 @@ class Transfer:
         p, found = self.layout, self._part.tensors
         if cache is not None:
             self._tensors = cache.of(p, np.array(blocks, np.int64))
-        elif found is not None and self._part.channels:
+        elif found is not None:
             from kvd_client.tensors import DeviceTensors
 
             table = np.arange(found.blocks, dtype=np.int64).reshape(p.rows, -1)

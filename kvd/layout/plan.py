@@ -245,6 +245,8 @@ class Reading:
         channel = self._write_addresses(terms, places[:, :, 0])
         np.multiply(lines[:, None], step[order] if len(step) > 1 else step, out=places[:, :, 1])
         places[:, :, 1] += first[order]
+        if by is not first and channel is None and places.size:
+            places = _interleaved(places)
         yield from self._copies(box, places.reshape(-1, 2), channel, 0)
 
     def run_copies(self, box: Boxes, staging: Ints, outer: int) -> Iterator[Copy]:
@@ -288,6 +290,17 @@ class Reading:
         channel, page = self.side.geometry.places(terms.keys_of_all())
         out += page.reshape(out.shape)
         return channel if self.side.geometry.channels > 1 else None
+
+
+def _interleaved(places: Ints) -> Ints:
+    """Places (tensors, boxes, 2), each tensor's in the source's order, with tensors that the source has side by side
+    (K and V of an entry) taken together, box by box; others one after another as they were."""
+    lines, reach = places[:, 0, 0], places[0, -1, 0] - places[0, 0, 0]
+    apart = np.flatnonzero(np.abs(np.diff(lines)) > reach) + 1
+    together = int(apart[0]) if len(apart) else len(lines)
+    if together == 1 or len(lines) % together or len(apart) != len(lines) // together - 1 or (apart % together).any():
+        return places
+    return places.reshape(-1, together, places.shape[1], 2).swapaxes(1, 2)
 
 
 def _in_pages(

@@ -61,8 +61,9 @@ class TensorMemory:
         if isinstance(self.lease, Lease):
             return [self.lease.fd]
         assert self.device is not None
-        fds = [self.device.fd(channel) for channel in range(self.channels)]
-        return [fd for fd in fds if fd >= 0]
+        if self.device.backing != "host":
+            return []  # a card's banks are mapped by its own runtime
+        return [self.device.fd(channel) for channel in range(self.channels)]
 
     def buffers(self) -> list[memoryview]:
         """Each channel's bytes, of which only the tensors' are this memory's."""

@@ -21,6 +21,9 @@ REFUSED_GRACE_S = 5.0
 BATCHES = 3
 """Of layers: one that is being regrouped, one on the wire, and one between them. Bounds the memory for staging."""
 
+BATCH_LEAST, BATCH_MOST, BATCH_S = 1 << 20, 4 << 20, 0.02
+"""Layers that are ready go together, for so many seconds of the link's time, and within these bytes."""
+
 METADATA = "metadata"
 """In the accounts, beside the names of the paths."""
 
@@ -85,6 +88,9 @@ def _overlaps(book: Book, link: Link) -> bool:
 def _turn(part: SourcePart, link: Link, path: Path) -> int:
     """Most bytes of a part's next turn."""
     assert part.queue is not None
+    if part.queue.unit == "layer":
+        # A batch costs the same CPU time whatever it has, and the wait for a layer grows with what goes with it.
+        return min(BATCH_MOST, max(BATCH_LEAST, int(link.rate * BATCH_S)))
     if path is Path.SPECULATIVE and not part.queue.policy.adaptive:
         return min(link.piece, part.idle.room)
     return link.piece

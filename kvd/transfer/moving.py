@@ -33,8 +33,9 @@ from kvd.types import Descriptors, Lane, TransferId
 from kvd.wire.messages import LayerRanges, Staged, TensorsArrived
 from kvd_client.layouts import ChannelGrant
 
-INLINE_BYTES = 1 << 20
-"""Regrouped on the event loop's thread in less than a millisecond: another thread gets its turn later than that."""
+INLINE_BYTES = 4 << 20
+"""Regrouped on the event loop's thread, in about a millisecond: another thread would wait as long for each turn of the
+interpreter's lock while this one is busy sending, and has several to take."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

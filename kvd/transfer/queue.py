@@ -31,9 +31,6 @@ from kvd_client.spec import PartLayout, TokenRange
 MAX_RANGES = 1024
 """Most ranges of one write: bounds the size of its notification."""
 
-LAYERS_BYTES = 4 << 20
-"""Layers that are ready go together until they have so many bytes: a batch costs the same CPU time whatever it has."""
-
 
 class ReadyTokens:
     """What has been rung by the source's process so far: layers, rows and ranges, checked."""
@@ -267,25 +264,26 @@ class SendQueue:
 
     def take(self, max_bytes: int) -> list[tuple[int, tuple[TokenRange, ...]]]:
         """The next tokens, as (layer, ranges) for each layer concerned: at most ``max_bytes``, but one token at least;
-        empty if nothing may go now. All of it goes by :attr:`path`, as it was before the call."""
+        empty if nothing may go now. A layer that goes as one may exceed that. All of it goes by :attr:`path`, as it was
+        before the call."""
         path = self.path
         if path is None:
             return []
         work = self._proactive if path is Path.PROACTIVE else self._rest
         room = max(1, max_bytes // self.layout.token_bytes)
+        wanted = room  # of whole layers so many as there is room for, but one at least
         if self.unit != "chunk":
             room = self.pending_tokens
         if path is Path.SPECULATIVE and not self.policy.adaptive:
             room = min(room, int(self._quota))
         taken: dict[int, list[TokenRange]] = {}
-        token_bytes = self.layout.token_bytes
         count = ranges = 0
         while work and count < room and ranges < MAX_RANGES:
             rank, layer, (row, start, stop) = work.pop()
             end = min(stop, start + room - count)
             if end < stop and self.grain > 1:
                 end = start + max((end - start) // self.grain, 0 if taken else 1) * self.grain
-            if end == start or (self.unit == "layer" and layer not in taken and count * token_bytes >= LAYERS_BYTES):
+            if end == start or (self.unit == "layer" and layer not in taken and count >= wanted):
                 work.push(rank, layer, (row, start, stop))
                 break
             end = min(stop, end)

@@ -188,9 +188,8 @@ def measure(tokens: int, rate: str, rounds: int, layers: int, chosen: list[str],
                 times[name].append(seconds)
                 cpu[name].append(last[name]["cpu_ms"])
         print(f"\n{nbytes / (1 << 20):.0f} MiB, {tokens} tokens, {layers} layers, link {rate or 'loopback'}")
-        print(
-            f"{'way':18} {'median':>9} {'best':>9} {'ratio':>7} {'best ratio':>10} {'requests':>9} {'regroup':>9} {'CPU':>8}"
-        )
+        names = ("way", "median", "best", "ratio", "best ratio", "requests", "regroup", "CPU")
+        print("{:18} {:>9} {:>9} {:>7} {:>10} {:>9} {:>9} {:>8}".format(*names))
         for name, found in times.items():
             ratio = statistics.median(one / plain for one, plain in zip(found, times["plain"], strict=True))
             requests, regroup_us = last[name].get("tensor_requests", 0), last[name].get("regroup_us", 0)

@@ -352,6 +352,8 @@ def test_what_can_not_be_is_said_at_open(clients: tuple[Client, Client]) -> None
     opening(KvdError, "multiple of 32", placement=msgspec.structs.replace(TILES, block_tokens=16))
     opening(UnsupportedLayout, "vectors of raw:96", placement=msgspec.structs.replace(TILES, dtype="raw:96"))
     opening(UnsupportedLayout, "one channel", placement=msgspec.structs.replace(TILES, layout="nhd"))
+    blocks = msgspec.structs.replace(TILES, codec="bfp8_b")
+    opening(UnsupportedLayout, "share exponents", placement=blocks, mode="parallel", landing_entries=4)
     opening(InvalidArgument, "no unit 'tensor'", unit="tensor")
     opening(InvalidArgument, "go with a placement", placement=None, pull=True)
     with sink.open_cache(SPEC, TILES, 4) as cache:

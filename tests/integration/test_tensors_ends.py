@@ -28,14 +28,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "fabric": {"rate": "100mbit"},
     "memory": {"pool": "64MiB", "arena": "16MiB"},
 }
-ENDS = [
-    ("push", "source"),
-    ("push", "sink"),
-    ("pull", "source"),
-    ("pull", "sink"),
-    ("cache", "sink"),
-    ("back", "source"),
-]
+ENDS = [("push", "sink"), ("pull", "source"), ("cache", "sink"), ("back", "source")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from kvd.errors import PeerLost
 from kvd.mask import IntervalSet
-from kvd.transfer import core, delivery, matching, on_demand, pairing, processes, queue, staging
+from kvd.transfer import core, delivery, matching, on_demand, pairing, processes, staging
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
@@ -407,7 +407,7 @@ def a_stage_outlives_its_part(patch: pytest.MonkeyPatch) -> None:
 
 def batches_pile_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(delivery, "BATCHES", 100)
-    patch.setattr(queue, "LAYERS_BYTES", 1)
+    patch.setattr(delivery, "BATCH_LEAST", 1)
 
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {

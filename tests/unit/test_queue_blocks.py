@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.importance.matrix import ImportanceMatrix
-from kvd.transfer import queue
 from kvd.transfer.policy import Profiled, Selective, choose_policy
 from kvd.transfer.queue import Policy, ReadyTokens, SendQueue
 from kvd_client.layouts import UNITS
@@ -77,17 +76,12 @@ def test_a_layer_goes_at_once_when_all_of_it_is_ready() -> None:
     assert sum(r.stop - r.start for r in ranges) == 18
 
 
-def test_large_layers_go_one_by_one_and_small_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Source(unit="layer")
-    one.ready(1, None, 0, 12)
-    one.ready(0, None, 0, 12)
-    assert [layer for layer, _ in one.queue.take(1)] == [0, 1]
-    monkeypatch.setattr(queue, "LAYERS_BYTES", 180)
-    one = Source(unit="layer")
-    one.ready(1, None, 0, 12)
-    one.ready(0, None, 0, 12)
-    assert [layer for layer, _ in one.queue.take(1 << 20)] == [0]
-    assert [layer for layer, _ in one.queue.take(1 << 20)] == [1]
+def test_layers_go_together_as_far_as_there_is_room() -> None:
+    for room, layers in ((1, [0]), (180, [0]), (181, [0]), (190, [0, 1]), (1 << 20, [0, 1])):
+        one = Source(unit="layer")
+        one.ready(1, None, 0, 12)
+        one.ready(0, None, 0, 12)
+        assert [layer for layer, _ in one.queue.take(room)] == layers
 
 
 def test_whole_waits_for_the_last_layer() -> None:

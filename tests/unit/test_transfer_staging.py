@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvd.errors import FabricError, InvalidArgument, KvdError, OutOfMemory, RemoteAccessError
+from kvd.layout.named import NAMED
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import Settings
@@ -329,3 +332,29 @@ def test_stages_are_bounded_and_not_for_everybody() -> None:
     plain = Node("d")
     plain(opened(Role.SINK, layout=layout(), peer="p"))
     assert plain.hear(staged()) == []
+
+
+@given(
+    layout_name=st.one_of(
+        st.sampled_from([*NAMED, PAGED, PAGED.replace("s:2", "s:*"), PAGED.replace("B |", "|"), "=", "a = 1"]),
+        st.text(),
+    ),
+    block=st.sampled_from([1, 2, 8, 32, 1 << 20]),
+    tensors=st.sampled_from([1, 2]),
+    codecs=st.tuples(*[st.sampled_from(["f16", "bf16", "bfp8_b", "raw:4", "raw:0", "x", "u8"])] * 2),
+    numbers=st.tuples(*[st.sampled_from([-1, 0, 1, 2, 4, 8, 33, 1 << 24, 1 << 40])] * 3),
+    table=st.one_of(st.just(b""), st.binary(max_size=20)),
+    bases=st.one_of(st.just((np.arange(4) * 64).tobytes()), st.binary(max_size=40)),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_sink_says_of_its_tensors_it_gets_an_answer(
+    layout_name: str, block: int, tensors: int, codecs: Any, numbers: Any, table: bytes, bases: bytes
+) -> None:
+    placement = Placement(layout=layout_name, block_tokens=block, tensors=tensors, dtype=codecs[0], codec=codecs[1])
+    channels, alignment, blocks = numbers
+    node = Node()
+    node.source()
+    out = node.hear(
+        opening(placement=placement, channels=channels, alignment=alignment, blocks=blocks, table=table, bases=bases)
+    )
+    assert len(sent(out, wire.Accepted)) + len(sent(out, wire.Refused)) == 1

@@ -108,6 +108,21 @@ def test_every_token_gets_to_its_tile_and_no_byte_elsewhere(
     assert written <= touched <= sum(len(bank) for bank in banks)
 
 
+def test_tensors_that_can_not_be_mapped_have_addresses() -> None:
+    from kvd.placing import tensor_map
+    from kvd_client.tensors import DeviceTensors
+
+    tiles = device()
+    memory = _Memory(tiles.rows[0].geometry.bases)
+    memory.origin = 0x1000
+    view = DeviceTensors(tensor_map(tiles.rows[0], memory, 9), (), LAYOUT, np.array([[4, 1, 7], [0, 8, 2]]))  # type: ignore[arg-type]
+    assert view.address(0, 0) == 0x1000
+    assert view.address(2, 1) == 0x1000 + 5 * tiles.rows[0].geometry.tensor_stride
+    for look in (lambda: view.share(0, 0, 0), lambda: view.read(0), lambda: view.gather(0, np.arange(1))):
+        with pytest.raises(InvalidArgument, match="0x1000 for the first tensor"):
+            look()
+
+
 class _Memory:
     """What a map says of memory."""
 
