@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvd.cli.output import printable, write_parts
-from kvd.cli.output import table as shown_table
+from kvd.cli.output import printable
 from kvd.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -310,10 +309,12 @@ def _write(output: Path, report: dict[str, Any]) -> None:
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
+    from kvd.demo.display import aligned
     from kvd.profiling.evaluate.tables import marks, tables
 
     for each in tables(report):
-        write_parts([printable(each.title), shown_table(each.heads, each.rows), ""])
+        # Wider than 80 columns, and no figure may be cut where no terminal is.
+        typer.echo(f"{printable(each.title)}\n{aligned([each.heads, *each.rows], numbers=True)}\n")
     for line in marks(report):
         typer.echo(printable(line))
     typer.echo(f"{printable(str(output))}: report.md, {REPORT} and pictures written")

@@ -74,6 +74,9 @@ def _by_depth(cell: Mapping[str, Any]) -> list[float]:
 def _divergence(divergence: Mapping[str, Any]) -> bytes:
     """KL divergence against the share that was selected, a line for each selector, a panel for each length."""
     figure, panels = _figure(len(divergence), 1, 3.2, 3.0)
+    labels = {label for by_label in divergence.values() for label in by_label if label != FULL}
+    colours = {name: f"C{at}" for at, name in enumerate(sorted({Variant.parse(label).name for label in labels}))}
+    most = max(by_label[label]["selected"] for by_label in divergence.values() for label in by_label if label != FULL)
     for at, (panel, (length, by_label)) in enumerate(zip(panels[0], divergence.items(), strict=True)):
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for label, cell in by_label.items():
@@ -82,8 +85,8 @@ def _divergence(divergence: Mapping[str, Any]) -> bytes:
                 lines.setdefault(Variant.parse(label).name, []).append(point)
         for name, points in sorted(lines.items()):
             x, y, error = zip(*sorted(points), strict=True)
-            panel.errorbar(x, y, yerr=error, marker="o", markersize=3, linewidth=1, label=name)
-        panel.set(yscale="log", title=f"{length} tokens", xlabel="share selected", xlim=(0, None))
+            panel.errorbar(x, y, yerr=error, marker="o", markersize=3, linewidth=1, color=colours[name], label=name)
+        panel.set(yscale="log", title=f"{length} tokens", xlabel="share selected", xlim=(0, 1.1 * most))
         panel.title.set_fontsize("small")
         if not at:
             panel.set_ylabel("KL divergence from the full cache, nats")
