@@ -149,6 +149,10 @@ def _draw_tensors(rng: random.Random, plan: Plan) -> None:
     if rng.random() < 0.4:
         plan.sink_placement = draw_placement(rng, entry)
         plan.pull = rng.random() < 0.5
+        if plan.pull:
+            # Each piece takes two more messages and the time of a regroup: in a world of slow links and pieces of a
+            # token, a minute is too short for an undisturbed transfer.
+            plan.deadline_s *= 4
         plan.unit = draw_unit(rng, plan.sink_mode)
     if rng.random() < 0.15 and plan.landing == (0, 0):
         plan.source_placement = draw_placement(rng, entry)
