@@ -471,7 +471,8 @@ def test_the_worlds_find(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
 
 def test_a_failure_is_told_with_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
     sends_what_is_held(monkeypatch)
-    story = next(filter(None, (tell(seed) for seed in range(100))))
+    # One of tokens as they lie, not of tensors in a device's layout.
+    story = next(filter(lambda told: "WriteTokens(" in told, filter(None, map(tell, range(100)))))
     assert re.search(r"^seed \d+: .*which the sink holds", story)
     assert re.search(r"python -m tests\.simulation\.run --seed \d+", story)
     for step in ("PartOpened(", "SendOpen(", "BindSink(", "WriteTokens("):
