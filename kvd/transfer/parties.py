@@ -12,14 +12,15 @@ import numpy.typing as npt
 
 from kvd.errors import KvdError
 from kvd.fabric.base import Endpoint, Fabric, Grant, Operation
+from kvd.mask import mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.tensors import TensorMemory
 from kvd.tensors import Route, Tensors
 from kvd.transfer import instructions as do
 from kvd.types import NodeId, TransferId
-from kvd.wire.messages import PeerMessage
+from kvd.wire.messages import Arrived, MetadataArrived, PeerMessage
 from kvd_client.layouts import Placement, TensorMap
-from kvd_client.spec import PartLayout
+from kvd_client.spec import MASK_LOCAL, PartLayout
 from kvd_client.tensors import DeviceTensors
 
 if TYPE_CHECKING:
@@ -111,6 +112,21 @@ class Record:
     moves: dict[int, Move] = dataclasses.field(default_factory=dict)
     """Batches of tensors on their way: a source's by write, a sink's by stage."""
     operations: set[Operation] = dataclasses.field(default_factory=set)
+
+    def marked(self, arrived: Arrived | MetadataArrived) -> bool:
+        """Whether the masks say the same as a peer's notification; a peer that only says so would leave the process
+        waiting for good. What does not exist is the core's to refuse."""
+        layout, layer = self.layout, arrived.layer
+        if not 0 <= layer < layout.layers:
+            return True
+        if isinstance(arrived, MetadataArrived):
+            return not layout.metadata or self.lease.memory[layout.metadata_mask_offset + layer] == MASK_LOCAL
+        mask = mask_view(self.lease.memory, layout, layer)
+        return all(
+            bool((mask[r.row, r.start : r.stop] == MASK_LOCAL).all())
+            for r in arrived.ranges
+            if 0 <= r.row < layout.rows and 0 <= r.start <= r.stop
+        )
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
