@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from kvd.errors import KvdError
 from kvd.fabric.base import Endpoint, Fabric, Grant, Operation
-from kvd.mask import mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.tensors import TensorMemory
 from kvd.tensors import Route, Tensors
@@ -25,6 +24,9 @@ from kvd_client.tensors import DeviceTensors
 
 if TYPE_CHECKING:
     from kvd.transfer.moving import Move
+
+
+_LOCAL = bytes([MASK_LOCAL])
 
 
 class Session(Protocol):
@@ -121,11 +123,13 @@ class Record:
             return True
         if isinstance(arrived, MetadataArrived):
             return not layout.metadata or self.lease.memory[layout.metadata_mask_offset + layer] == MASK_LOCAL
-        mask = mask_view(self.lease.memory, layout, layer)
+        memory, base, capacity = self.lease.memory, layout.mask_offset(layer), layout.capacity
+        # Not by NumPy: bytes take 1 us where it takes 10, and a selective transfer has many short ranges.
         return all(
-            bool((mask[r.row, r.start : r.stop] == MASK_LOCAL).all())
+            memory[base + r.row * capacity + r.start : base + r.row * capacity + r.stop].tobytes()
+            == _LOCAL * (r.stop - r.start)
             for r in arrived.ranges
-            if 0 <= r.row < layout.rows and 0 <= r.start <= r.stop
+            if 0 <= r.row < layout.rows and 0 <= r.start <= r.stop <= capacity
         )
 
     @contextlib.contextmanager
