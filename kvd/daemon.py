@@ -179,11 +179,7 @@ class Daemon:
             boot=self.boot,
             config=_peers_config(config),
             fabrics=self._fabrics,
-            fingerprint={
-                "wire": WIRE_VERSION,
-                "layout": LAYOUT_VERSION,
-                "checksums": "on" if config.security.checksums else "off",
-            },
+            fingerprint=fingerprint(config),
             on_message=self._peer_message,
             on_fabric_message=self._engine.fabric_message,
             on_lost=self._engine.session_lost,
@@ -431,6 +427,15 @@ def _save(unsaved: list[tuple[Path, bytes]]) -> None:
             replace_file(path, data)
         except (OSError, InvalidArgument) as error:
             log.warning("learnt importance not saved", file=str(path), reason=str(error))
+
+
+def fingerprint(config: Config) -> dict[str, str | int]:
+    """What must be equal on two nodes before they talk, besides the level of security."""
+    return {
+        "wire": WIRE_VERSION,
+        "layout": LAYOUT_VERSION,
+        "checksums": "on" if config.security.checksums else "off",
+    }
 
 
 def _peers_config(config: Config) -> PeersConfig:

@@ -21,6 +21,7 @@ from kvd.api.access import check_access, group_id, peer_of
 from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.api.session import ClientSession, Context
 from kvd.errors import AddressInUse, Busy, ConfigError, KvdError
+from kvd_client.protocol import Failure, encode
 
 __all__ = ["Answer", "ApiLimits", "ApiServer", "ClientSession", "Log", "Service"]
 
@@ -59,6 +60,8 @@ class ApiServer:
         self._limits = limits if limits is not None else ApiLimits()
         self._listen_fd = listen_fd
         self._listener: socket.socket | None = None
+        self._reserve = -1
+        """A descriptor kept for telling a process that there are none left; -1: none."""
         self._identity: tuple[int, int] | None = None
         self._sessions: set[ClientSession] = set()
         self._numbers = itertools.count(1)
@@ -77,6 +80,7 @@ class ApiServer:
         if self._group is not None:
             self._group_id = group_id(self._group)
         self._listener = self._inherited(self._listen_fd) if self._listen_fd is not None else self._bind()
+        self._reserve = _open_reserve()
         loop = asyncio.get_running_loop()
         self._context = Context(
             loop=loop,
@@ -102,6 +106,9 @@ class ApiServer:
             self._unlink()
             self._listener.close()
             self._listener = None
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
         for session in list(self._sessions):
             session.close("the daemon stops")
         while self._sessions:
@@ -217,13 +224,39 @@ class ApiServer:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                # Out of descriptors: the listener stays readable, and without a pause the loop would spin.
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._turn_away(listener):
+                    return  # whoever else waits makes the listener readable again
+                # The listener stays readable, and without a pause the loop would spin.
                 self._log.warning("can't accept clients for a moment", reason=error.strerror or str(error))
                 context.loop.remove_reader(listener.fileno())
                 self._timers["accept"] = context.loop.call_later(_ACCEPT_PAUSE_S, self._resume)
                 return
             sock.setblocking(False)
             self._begin(context, sock)
+
+    def _turn_away(self, listener: socket.socket) -> bool:
+        """Out of descriptors: tell the next process at once, with the descriptor that is kept for this, instead of
+        leaving it to its time-out. False where that one is gone, too."""
+        if self._reserve < 0:
+            self._reserve = _open_reserve()
+        if self._reserve < 0:
+            return False
+        os.close(self._reserve)
+        self._reserve = -1
+        with contextlib.suppress(OSError):  # somebody else took the descriptor, or the process has left
+            sock, _ = listener.accept()
+            with sock:
+                busy = Busy(
+                    "the daemon has no descriptors for another client; try again later, and raise the limit on open "
+                    "files (systemd: LimitNOFILE=)",
+                    errno="EMFILE",
+                    retry_after_s=1.0,
+                )
+                frame = encode(Failure(code=busy.code, message=busy.message, fields=busy.fields))
+                sock.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._log.warning("client turned away", reason=busy.message)
+        self._reserve = _open_reserve()
+        return self._reserve >= 0
 
     def _resume(self) -> None:
         if self._listener is not None and self._context is not None:
@@ -268,3 +301,10 @@ class ApiServer:
         for session in list(self._sessions):
             session.sweep()
         self._timers["sweep"] = self._context.loop.call_later(self._limits.sweep_s, self._sweep)
+
+
+def _open_reserve() -> int:
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

@@ -147,7 +147,7 @@ _libc = ctypes.CDLL(None)
 
 def _refused(error: OSError, size: int, huge_page: int) -> OutOfMemory:
     name = errno.errorcode.get(error.errno or 0, "error")
-    default = "reserve more huge pages (vm.nr_hugepages)" if huge_page else "lower memory.limit"
+    default = "reserve more huge pages (vm.nr_hugepages)" if huge_page else "lower memory.pool"
     fix = _FIX.get(error.errno or 0, default)
     room = limits.available_memory()
     return OutOfMemory(

@@ -61,7 +61,7 @@ def _machine(root: Path) -> Available | None:
         free=info["MemAvailable"],
         limit=info.get("MemTotal", info["MemAvailable"]),
         what="the machine's memory",
-        fix="lower memory.limit or stop what else uses memory",
+        fix="lower memory.pool or stop what else uses memory",
     )
 
 
@@ -86,7 +86,7 @@ def _groups(root: Path) -> Iterator[Available]:
                 free=max(0, limit - used + min(used, droppable)),
                 limit=limit,
                 what=f"the control group's {folder / names[0]}",
-                fix="raise that limit (systemd: MemoryMax=) or lower memory.limit",
+                fix="raise that limit (systemd: MemoryMax=) or lower memory.pool",
             )
 
 

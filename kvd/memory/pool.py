@@ -84,7 +84,7 @@ class Pool:
     ) -> None:
         if limit < PAGE or arena_bytes < PAGE:
             raise InvalidArgument(
-                f"memory.limit is {limit} and memory.arena_bytes {arena_bytes}; both must be at least {PAGE} bytes",
+                f"memory.pool is {limit} and memory.arena {arena_bytes}; both must be at least {PAGE} bytes",
                 limit=limit,
                 arena_bytes=arena_bytes,
             )
@@ -415,7 +415,7 @@ class Pool:
         free = self.limit - self.in_use
         largest = self.largest_free
         advice = (
-            "raise memory.limit" if nbytes > self.limit else "release transfers, raise memory.limit, or split the batch"
+            "raise memory.pool" if nbytes > self.limit else "release transfers, raise memory.pool, or split the batch"
         )
         hint = {"retry_after_s": self.retry_after_s} if nbytes <= self.limit else {}
         return OutOfMemory(

@@ -39,6 +39,8 @@ def address_text(address: Any) -> str:
 
 def reason_of(error: OSError) -> str:
     """The system's words. Event loops put the address in their place, which the callers' sentences name already."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "this node's daemon has too many open files; raise its limit (systemd: LimitNOFILE=)"
     if error.errno is None or isinstance(error, socket.gaierror):
         return (error.strerror or str(error)).lower()
     return os.strerror(error.errno).lower()

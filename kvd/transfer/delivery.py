@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvd.errors import ChecksumMismatch
+from kvd.errors import ChecksumMismatch, ProtocolError
 from kvd.mask import IntervalSet
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
@@ -144,6 +144,11 @@ def on_tokens_arrived(book: Book, event: ev.TokensArrived, now: float) -> None:
             if not inside or not 0 <= r.start <= r.stop <= part.lengths[r.row]:
                 book.emit(do.CloseSession(event.session, f"tokens arrived that do not exist: {arrived}"))
                 return
+    if not event.marked:
+        numbers = sorted({one.layer for one in layers})
+        named = f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {', '.join(map(str, numbers))}"
+        book.end(part, _not_written(part, f"tokens of {named}", numbers[0]))
+        return
     take_arrived(book, part, layers, arrived.path)
 
 
@@ -168,10 +173,24 @@ def on_metadata_arrived(book: Book, event: ev.MetadataArrived, now: float) -> No
     if event.arrived.layer not in part.missing_metadata:
         book.emit(do.CloseSession(event.session, f"metadata arrived that was not missing: {event.arrived}"))
         return
+    if not event.marked:
+        book.end(part, _not_written(part, f"the metadata bytes of layer {event.arrived.layer}", event.arrived.layer))
+        return
     part.missing_metadata.discard(event.arrived.layer)
     part.paths[METADATA] += part.layout.metadata_stride
     book.emit(do.Publish(part.transfer, part.bytes_done, 0))
     deliver_if_complete(book, part)
+
+
+def _not_written(part: SinkPart, what: str, layer: int) -> ProtocolError:
+    """Ends this transfer only: the masks are in the process's hands, too, and it must not be able to end a session."""
+    return ProtocolError(
+        f"node {part.peer!r} says that {what} of request {part.request!r} have arrived, and the masks say that they "
+        "have not; open the transfer with another source, and look at that node's version and log",
+        peer=part.peer,
+        request=part.request,
+        layer=layer,
+    )
 
 
 def _receiving(book: Book, transfer: int, session: ev.SessionId) -> SinkPart | None:

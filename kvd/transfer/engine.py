@@ -217,11 +217,15 @@ class Engine:
         number = self._session_id(session)
         match arrived:
             case Arrived() | TensorsArrived():
-                self.submit(ev.TokensArrived(number, arrived))
+                self.submit(ev.TokensArrived(number, arrived, self._marked(arrived)))
             case MetadataArrived():
-                self.submit(ev.MetadataArrived(number, arrived))
+                self.submit(ev.MetadataArrived(number, arrived, self._marked(arrived)))
             case _:
                 self.submit(ev.FetchArrived(number, arrived))
+
+    def _marked(self, arrived: Arrived | TensorsArrived | MetadataArrived) -> bool:
+        record = self._records.get(arrived.transfer)
+        return record is None or record.marked(arrived)
 
     def session_lost(self, session: Session, error: KvdError) -> None:
         number = self._session_ids.pop(session, None)

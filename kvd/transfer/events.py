@@ -184,6 +184,8 @@ class TokensArrived:
 
     session: SessionId
     arrived: Arrived | wire.TensorsArrived
+    marked: bool = True
+    """False where the masks in memory say otherwise: the peer has not written what it says."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ class MetadataArrived:
 
     session: SessionId
     arrived: wire.MetadataArrived
+    marked: bool = True
+    """As in :class:`TokensArrived`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

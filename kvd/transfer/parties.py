@@ -17,13 +17,16 @@ from kvd.memory.tensors import TensorMemory
 from kvd.tensors import Route, Tensors
 from kvd.transfer import instructions as do
 from kvd.types import NodeId, TransferId
-from kvd.wire.messages import PeerMessage
+from kvd.wire.messages import Arrived, MetadataArrived, PeerMessage, TensorsArrived
 from kvd_client.layouts import Placement, TensorMap
-from kvd_client.spec import PartLayout
+from kvd_client.spec import MASK_LOCAL, PartLayout, TokenRange
 from kvd_client.tensors import DeviceTensors
 
 if TYPE_CHECKING:
     from kvd.transfer.moving import Move
+
+
+_LOCAL = bytes([MASK_LOCAL])
 
 
 class Session(Protocol):
@@ -111,6 +114,32 @@ class Record:
     moves: dict[int, Move] = dataclasses.field(default_factory=dict)
     """Batches of tensors on their way: a source's by write, a sink's by stage."""
     operations: set[Operation] = dataclasses.field(default_factory=set)
+
+    def marked(self, arrived: Arrived | TensorsArrived | MetadataArrived) -> bool:
+        """Whether the masks say the same as a peer's notification; a peer that only says so would leave the process
+        waiting for good. What does not exist is the core's to refuse."""
+        if isinstance(arrived, TensorsArrived):
+            return all(self._all_local(one.layer, one.ranges) for one in arrived.layers)
+        if isinstance(arrived, Arrived):
+            return self._all_local(arrived.layer, arrived.ranges)
+        layout, layer = self.layout, arrived.layer
+        if not 0 <= layer < layout.layers or not layout.metadata:
+            return True
+        return self.lease.memory[layout.metadata_mask_offset + layer] == MASK_LOCAL
+
+    def _all_local(self, layer: int, ranges: list[TokenRange]) -> bool:
+        """Whether those of the tokens that exist are marked."""
+        layout = self.layout
+        if not 0 <= layer < layout.layers:
+            return True
+        memory, base, capacity = self.lease.memory, layout.mask_offset(layer), layout.capacity
+        # Not by NumPy: bytes take 1 us where it takes 10, and a selective transfer has many short ranges.
+        return all(
+            memory[base + r.row * capacity + r.start : base + r.row * capacity + r.stop].tobytes()
+            == _LOCAL * (r.stop - r.start)
+            for r in ranges
+            if 0 <= r.row < layout.rows and 0 <= r.start <= r.stop <= capacity
+        )
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:

@@ -23,7 +23,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvd.daemon import LAYOUT_VERSION
+from kvd.config import Config
+from kvd.daemon import fingerprint
 from kvd.fabric.frames import pack_hello
 from kvd.fabric.seals import Checksum
 from kvd.peers import sockets
@@ -31,9 +32,9 @@ from kvd.types import Lane
 from kvd.wire.guard import GuardParser, GuardWriter, guards
 from kvd.wire.handshake import Dialler, Established, LaneDialler
 from kvd.wire.hello import Identity
-from kvd.wire.messages import WIRE_VERSION, FabricBlob
+from kvd.wire.messages import FabricBlob
 from kvd_client.doorbell import Doorbell
-from kvd_client.errors import KvdError
+from kvd_client.errors import AuthenticationFailed, FingerprintMismatch, KvdError, VersionMismatch
 from kvd_client.protocol import (
     PROTOCOL_VERSION,
     RING_EVENTS,
@@ -254,6 +255,8 @@ class PeerAttack(Attack):
                 sock.setblocking(True)
             self.abuse(control, lanes, writer)
             del parser
+        except (FingerprintMismatch, VersionMismatch, AuthenticationFailed):
+            raise  # no attack at all, and the next one would fare no better
         except (KvdError, TimeoutError):
             return
         finally:
@@ -263,8 +266,8 @@ class PeerAttack(Attack):
     async def connect(
         self, opened: list[socket.socket]
     ) -> tuple[socket.socket, dict[Lane, socket.socket], GuardWriter, GuardParser]:
-        fingerprint = {"wire": WIRE_VERSION, "layout": LAYOUT_VERSION, "checksums": "on", "security": "plain"}
-        identity = Identity(self.node, secrets.token_hex(8), "", fingerprint, ("tcp",), (self.key,))
+        equal = {**fingerprint(Config()), "security": "plain"}
+        identity = Identity(self.node, secrets.token_hex(8), "", equal, ("tcp",), (self.key,))
         control = await sockets.connect(socket.AF_INET, self.address)
         opened.append(control)
         session = await sockets.negotiate(

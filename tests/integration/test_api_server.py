@@ -612,29 +612,49 @@ def test_a_descriptor_that_is_no_listener_is_refused(tmp_path):
         sock.close()
 
 
-def test_running_out_of_descriptors_pauses_accepting_only(server, monkeypatch):
-    listener = server.server._listener
-    failures = iter([OSError(errno.EMFILE, "Too many open files")])
+class Scarce:
+    """A listener whose ``accept`` fails with these errors first."""
 
-    class Scarce:
-        def accept(self):
-            for error in failures:
-                raise error
-            return listener.accept()
+    def __init__(self, listener, *failures):
+        self.listener, self.failures = listener, iter(failures)
 
-        def fileno(self):
-            return listener.fileno()
+    def accept(self):
+        for error in self.failures:
+            raise error
+        return self.listener.accept()
 
-        def close(self):
-            listener.close()
+    def fileno(self):
+        return self.listener.fileno()
 
-    def make_scarce():
-        server.server._listener = Scarce()
+    def close(self):
+        self.listener.close()
 
-    server.call(make_scarce)
+
+def make_scarce(server, *failures):
+    def make():
+        server.server._listener = Scarce(server.server._listener, *failures)
+
+    server.call(make)
+
+
+def test_running_out_of_memory_pauses_accepting_only(server):
+    make_scarce(server, OSError(errno.ENOBUFS, "No buffer space available"))
     with Client(server.path) as client:
         assert client.status().node == "test"
-    assert server.log.wait("can't accept clients for a moment")["reason"] == "Too many open files"
+    assert server.log.wait("can't accept clients for a moment")["reason"] == "No buffer space available"
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_running_out_of_descriptors_turns_processes_away_at_once(server, taken):
+    """With the descriptor that is kept for it; where even that is taken by somebody else, they wait for a moment."""
+    failures = [OSError(errno.EMFILE, "Too many open files")] * (2 if taken else 1)
+    make_scarce(server, *failures)
+    with Client(server.path) as client:
+        if not taken:
+            with pytest.raises(Busy, match="LimitNOFILE") as caught:
+                client.status()
+            assert caught.value.fields["retry_after_s"] > 0
+        assert client.status().node == "test"
 
 
 def test_nobody_there_is_said_with_the_way_to_start_it(tmp_path):

@@ -22,6 +22,7 @@ import pytest
 from kvd_client import Client
 from kvd_client.errors import DaemonLost, KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
 from tests.integration.daemons import DaemonProcess, random_layer, small_spec, two_daemons
+from tests.integration.fault_helpers import Told, saw
 
 WAIT_S = 20.0
 SPEC = small_spec(layers=8, heads=4, entry_bytes=256)
@@ -76,6 +77,12 @@ class Worker:
     def ask(self, *command: Any) -> str:
         self.send(*command)
         return self.answer()
+
+    def told(self, *command: Any) -> Told:
+        """As :meth:`ask`, with how long it took."""
+        begin = time.monotonic()
+        code = self.ask(*command)
+        return Told(code.replace("ok", "OK"), time.monotonic() - begin)
 
     def send(self, *command: Any) -> None:
         self._pipe.send(command)
@@ -175,9 +182,10 @@ def test_kill_the_sinks_process(daemons: tuple[DaemonProcess, DaemonProcess], st
         eventually("the sink's memory is back", memory_is_back(decode), 2.0)
         if stage == "paired":
             assert source.ask("put", list(range(1, SPEC.layers))) in ("ok", ProcessLost.code)
-            assert source.ask("finish") == ProcessLost.code
-        if stage == "delivered":
-            assert source.ask("finish") == "ok"
+        if stage != "opened":
+            told = source.told("finish")
+            saw("sink's process killed", stage, source=told)
+            assert told.code == (ProcessLost.code if stage == "paired" else "OK")
     eventually("the source's memory is back", memory_is_back(prefill), 2.0)
     serves_new_transfers(prefill, decode)
 
@@ -189,10 +197,11 @@ def test_kill_the_sources_process(daemons: tuple[DaemonProcess, DaemonProcess], 
         bring_to(stage, source, sink, first="source")
         source.kill()
         eventually("the source's memory is back", memory_is_back(prefill), 2.0)
-        if stage == "paired":
-            assert sink.ask("wait", None) == ProcessLost.code
+        if stage != "opened":
+            told = sink.told("wait", None)
+            saw("source's process killed", stage, sink=told)
+            assert told.code == (ProcessLost.code if stage == "paired" else "OK")
         if stage == "delivered":
-            assert sink.ask("wait", None) == "ok"
             assert sink.ask("read") == "same"
     eventually("the sink's memory is back", memory_is_back(decode), 2.0)
     serves_new_transfers(prefill, decode)
@@ -209,13 +218,18 @@ def test_kill_a_daemon(daemons: tuple[DaemonProcess, DaemonProcess], victim: str
         dead.kill()
         assert dead.process is not None
         dead.process.wait()
+        told: dict[str, Told] = {}
+        names = {source: "source", sink: "sink"}
         if stage != "delivered":
-            assert near.ask("wait" if near is sink else "finish", *([None] if near is sink else [])) == DaemonLost.code
+            told[names[near]] = near.told("wait", None) if near is sink else near.told("finish")
+            assert told[names[near]].code == DaemonLost.code
         if stage == "paired":
             if far is source:
                 assert far.ask("put", list(range(1, SPEC.layers))) in ("ok", *LOST)
-            lost = far.ask("wait", None) if far is sink else far.ask("finish")
-            assert lost in LOST
+            told[names[far]] = far.told("wait", None) if far is sink else far.told("finish")
+            assert told[names[far]].code in LOST
+        if told:
+            saw(f"{victim} killed", stage, **told)
         # whoever holds a mapping may still look at it, and is not hurt
         if stage != "opened":
             assert sink.ask("read") == "same"

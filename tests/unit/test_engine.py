@@ -103,6 +103,7 @@ class Sink:
             self.lease.memory[data : data + 48] = bytes(range(48))
             self.lease.memory[mask : mask + 6] = bytes([MASK_LOCAL]) * 6
             self.notify(wire.Arrived(1, layer, [TokenRange(0, 0, 6)]))
+            self.lease.memory[LAYOUT.metadata_mask_offset + layer] = MASK_LOCAL
             self.notify(wire.MetadataArrived(1, layer))
 
     def notify(self, notification: Any) -> None:
@@ -174,3 +175,24 @@ async def test_a_delivered_sink_fills_a_fetch_with_its_own_bytes_though_its_sour
     sink.fetch(8)
     assert sink.process.told[-1] == ("fetched", 8, "OK")
     assert bytes(sink.lease.memory[LAYOUT.landing_offset(0) :][:16]) == expected
+
+
+@pytest.mark.parametrize("lie", [wire.Arrived(1, 0, [TokenRange(0, 0, 6)]), wire.MetadataArrived(1, 0)])
+async def test_a_peer_that_only_says_that_bytes_have_arrived_ends_the_transfer(lie: Any) -> None:
+    """Without this the process would wait for masks that nobody writes, beyond its deadline."""
+    sink = Sink()
+    await sink.open()
+    if isinstance(lie, wire.Arrived):  # all but one
+        mask = LAYOUT.mask_offset(0)
+        sink.lease.memory[mask : mask + 5] = bytes([MASK_LOCAL]) * 5
+    sink.notify(lie)
+    assert sink.process.told[-1] == ("ended", "PROTOCOL")
+    assert sink.session.error is None
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 1 << 40])
+async def test_news_of_a_layer_that_does_not_exist_is_the_cores_to_refuse(layer: int) -> None:
+    sink = Sink()
+    await sink.open()
+    sink.notify(wire.Arrived(1, layer, [TokenRange(0, 0, 6)]))
+    assert sink.session.error is not None

@@ -141,6 +141,16 @@ def test_tokens_that_do_not_exist_end_the_session(layer: int, row: int, start: i
     assert only(node.lose(), do.ReportEnd)[0].code == "PEER_LOST"
 
 
+def test_tokens_that_are_said_to_have_arrived_and_are_not_marked_end_the_transfer_alone() -> None:
+    """The process may have changed its masks itself, so the session, which others use, goes on."""
+    node = sink_running()
+    out = node(ev.TokensArrived(SESSION, wire.Arrived(1, 0, [TokenRange(0, 0, 4)]), marked=False))
+    assert not only(out, do.CloseSession)
+    assert sent(out, wire.Abort)[0].code == "PROTOCOL"
+    assert only(out, do.ReportEnd)[0].code == "PROTOCOL"
+    assert node.part().bytes_done == 0
+
+
 def test_a_ring_that_does_not_exist_ends_the_transfer_on_both_sides() -> None:
     node = source_running()
     out = node.ring(2, 0, 4)

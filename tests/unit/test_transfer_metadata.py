@@ -48,6 +48,13 @@ def arrive(node: Node, layer: int, session: int = SESSION, transfer: int = 1) ->
     return node(ev.MetadataArrived(session, wire.MetadataArrived(transfer, layer)))
 
 
+def test_metadata_that_is_said_to_have_arrived_and_is_not_marked_ends_the_transfer() -> None:
+    node = sink()
+    out = node(ev.MetadataArrived(SESSION, wire.MetadataArrived(1, 0), marked=False))
+    assert only(out, do.ReportEnd)[0].code == "PROTOCOL"
+    assert not only(out, do.CloseSession)
+
+
 # --- at the source ----------------------------------------------------------------------------------------------------
 
 
