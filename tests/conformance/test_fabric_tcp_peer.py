@@ -16,7 +16,7 @@ from kvd.fabric import frames
 from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
 from kvd.fabric.frames import HEADER_BYTES, Header, Kind, Protection
 from kvd.fabric.regions import Refusal
-from kvd.fabric.tcp import MIN_PIECE_BYTES, TcpFabric
+from kvd.fabric.tcp import MIN_PIECE_BYTES, PIECE_S, TcpFabric
 from kvd.types import Lane
 
 pytestmark = pytest.mark.timeout(60)
@@ -463,14 +463,14 @@ async def settle(turns=30):
 
 @with_hand_turned_clock
 async def test_rate_covers_both_lanes_and_urgent_goes_first():
-    """At 200 Mbit/s: bulk leaves in pieces of a millisecond, and what urgent work waits for is one of them."""
+    """At 200 Mbit/s: bulk leaves in pieces of two milliseconds, and what urgent work waits for is one of them."""
     loop, rate = asyncio.get_running_loop(), 25e6
     async with against_peer(rate=rate) as (side, peer):
         _, region = side.memory(MIB)
         counters = side.endpoint.counters
         side.endpoint.write(Lane.BULK, region, bytes(16), one(0, 0, MIB))
         await settle()
-        piece = int(rate / 1000)
+        piece = int(rate * PIECE_S)
         at_first = counters.bytes_sent
         assert 0 < at_first <= rate * 0.003 + 2 * piece
         assert await drained(peer, Lane.BULK) <= at_first + 10 * (HEADER_BYTES + frames.RUN_BYTES)
@@ -480,7 +480,7 @@ async def test_rate_covers_both_lanes_and_urgent_goes_first():
             await settle()
             await drained(peer, Lane.BULK)
             total = counters.bytes_sent
-        assert total - at_first == pytest.approx(20 * piece, rel=0.15)
+        assert total - at_first == pytest.approx(20 * rate / 1000, rel=0.15)
         await drained(peer, Lane.BULK)
         side.endpoint.write(Lane.URGENT, region, bytes(16), one(0, 0, 64 << 10))
         await settle()

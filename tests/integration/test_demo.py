@@ -163,8 +163,8 @@ def test_a_cache_in_tiles_gives_the_same_tokens(tmp_path: Path, model: Path) -> 
     assert (report["layout"], report["channels"]) == ("tenstorrent", 8)
     padded = 128 * 32 * 4 * KV_HEADS * 2 * LAYERS  # whole tiles: 128 tokens of 32 elements
     assert report["bytes_moved"] == padded + 120 * LAYERS
-    # a layer's K and V are 16 tiles, two in each of the 8 channels
-    assert report["requests"] == 8 * LAYERS
+    # a layer's K and V are 16 tiles, two in each of the 8 channels; layers that are ready together go together
+    assert report["requests"] in range(8, 8 * LAYERS + 1, 8)
     assert report["regroup_s"] > 0
 
 

@@ -105,8 +105,8 @@ def test_a_selector_that_looks_ahead_with_weights_of_its_own(tmp_path: Path, mod
     demo = Demo(tmp_path, *arguments(model, *more))
     assert demo.end() == 0, demo.err
     assert "calibration, prompts" in demo.err
-    (made,) = (cache / "kvd" / "weights").iterdir()
-    assert read(made).selector == "infinigen"
+    made = {read(path).selector for path in (cache / "kvd" / "weights").iterdir()}
+    assert "infinigen" in made
     tree = json.loads(demo.out)
     assert tree["tokens_equal"] is True
     (selection,) = tree["selections"]
