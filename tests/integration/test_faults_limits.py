@@ -152,8 +152,8 @@ def test_a_full_pool_refuses_the_next_open_and_harms_no_transfer(pair: Pair, sid
         told = both.ends(since)
         saw(f"pool of {side} full", "mid-way", **told, refused=refused)
         assert {answer.code for answer in told.values()} == {"OK"}
-        # The pool keeps its arenas, each with a descriptor.
-        pair.descriptors[side] += (greedy.status().memory.registered - registered) // (32 << 20)
+        # The pool keeps its arenas, each with two descriptors: its own, and that of Python's mapping.
+        pair.descriptors[side] += 2 * ((greedy.status().memory.registered - registered) // (32 << 20))
         held.pop().release()
         greedy.prefill("fits again", SPEC, [1024]).release()
         # A lease that can never fit says so, too, and takes nothing.
