@@ -119,7 +119,12 @@ class Pair:
         one_transfer(self, "settle", LONG)
         for daemon in self.both:
             eventually(f"{daemon.node} is idle", idle(daemon))
-            self.descriptors[daemon.node] = daemon.resources()[0]
+
+            def counted(daemon: DaemonProcess = daemon) -> bool:
+                self.descriptors[daemon.node] = descriptors(daemon)
+                return self.descriptors[daemon.node] > 0
+
+            eventually(f"nobody is connected to {daemon.node}", counted)
         return self
 
 
@@ -246,6 +251,12 @@ def connected(daemon: DaemonProcess, peer: str) -> bool:
         return any(status.state == "connected" for status in client.status().peers if status.node == peer)
 
 
+def descriptors(daemon: DaemonProcess) -> int:
+    """How many the daemon has while nobody but the one who asks is connected; 0 while somebody is."""
+    with daemon.client("look") as client:
+        return daemon.resources()[0] if client.status().clients == 1 else 0
+
+
 def all_is_well(pair: Pair) -> None:
     """Both daemons live, hold nothing, serve the next transfer, and have no descriptor more than before."""
     for daemon in pair.both:
@@ -256,7 +267,7 @@ def all_is_well(pair: Pair) -> None:
     for daemon in pair.both:
         eventually(f"{daemon.node} has everything back", idle(daemon))
         most = pair.descriptors[daemon.node]
-        eventually(f"{daemon.node} has {most} descriptors", lambda d=daemon, n=most: d.resources()[0] <= n)  # type: ignore[misc]
+        eventually(f"{daemon.node} has {most} descriptors", lambda d=daemon, n=most: 0 < descriptors(d) <= n)  # type: ignore[misc]
         assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()[-4000:]
 
 
@@ -269,6 +280,13 @@ def served(pair: Pair) -> None:
         return told.code == "OK"
 
     eventually("the next transfer is served", attempt)
+
+
+def start(*daemons: DaemonProcess) -> None:
+    """Start daemons at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(len(daemons)) as pool:
+        for started in [pool.submit(daemon.start) for daemon in daemons]:
+            started.result()
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
 @pytest.fixture
 def honest(pair: Keyed, request: pytest.FixtureRequest) -> Iterator[Both]:
     """A transfer that is under way while the test lies, and whole when it has."""
-    with Both(pair, f"honest {request.node.name}"[:200], tokens=LONG // 4) as both:
+    with Both(pair, f"honest {request.node.name}"[:200], tokens=LONG // 8) as both:
         both.bring_to("mid-way")
         yield both
         told = both.ends(time.monotonic())
@@ -418,7 +418,7 @@ def test_a_peer_names_transfers_that_are_not_its_own(pair: Keyed, honest: Both) 
                 liar.say(message)
             liar.hear(wire.Pong, lambda message: message.number == 12)
             for news in (
-                wire.Arrived(number, 0, [TokenRange(0, 0, LONG // 4)]),
+                wire.Arrived(number, 0, [TokenRange(0, 0, LONG // 8)]),
                 wire.MetadataArrived(number, 0),
                 wire.FetchArrived(number, 1),
             ):
@@ -490,7 +490,7 @@ def test_a_peer_fetches_what_does_not_exist(pair: Keyed, honest: Both) -> None:
     with (
         pair.liar(pair.prefill) as liar,
         pair.prefill.client("source") as client,
-        client.prefill("fetches", SPEC, [SHORT], deadline_s=5.0) as source,
+        client.prefill("fetches", SPEC, [SHORT], deadline_s=3.0) as source,
     ):
         since = time.monotonic()
         liar.say(an_open("fetches", mode="partial", landing_entries=4))
@@ -536,7 +536,7 @@ def test_a_peer_that_opens_and_never_reads_its_data(pair: Keyed, honest: Both) -
     with (
         pair.liar(pair.prefill) as liar,
         pair.prefill.client("source") as client,
-        client.prefill("unread", SPEC, [LONG], deadline_s=3.0) as source,
+        client.prefill("unread", SPEC, [LONG], deadline_s=2.0) as source,
     ):
         liar.say(an_open("unread", lengths=[LONG], capacity=LONG))
         liar.hear(wire.Accepted)

@@ -24,6 +24,7 @@ from tests.integration.fault_helpers import (
     eventually,
     key_file,
     saw,
+    start,
     tell,
 )
 from tests.integration.netns import Host, needs_netns, two_hosts
@@ -31,7 +32,7 @@ from tests.integration.netns import Host, needs_netns, two_hosts
 pytestmark = needs_netns
 
 PORT = 7440
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 
 
 class Linked(Pair):
@@ -51,7 +52,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Linked]:
                 listen=f"{host.address}:{PORT}",
                 peers={names[1 - at]: f"{hosts[1 - at].address}:{PORT}"},
                 config={
-                    "peers": {"key_file": key, "heartbeat_s": 0.4, "timeout_s": TIMEOUT_S, "connect_timeout_s": 2.0},
+                    "peers": {"key_file": key, "heartbeat_s": 0.3, "timeout_s": TIMEOUT_S, "connect_timeout_s": 2.0},
                     "transfer": {"rendezvous_s": 4.0},
                     "fabric": {"rate": RATE},
                 },
@@ -60,8 +61,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Linked]:
             for at, (node, host) in enumerate(zip(names, hosts, strict=True))
         ]
         with destroyed(*daemons):
-            for daemon in daemons:
-                daemon.start()
+            start(*daemons)
             pair = Linked(daemons[0], daemons[1])
             pair.hosts = hosts
             pair.settle()
@@ -92,7 +92,6 @@ CASES = [
     ("both ways", "speculative", "paired"),
     ("from prefill", "full", "mid-way"),
     ("from prefill", "speculative", "paired"),
-    ("from decode", "full", "mid-way"),
     ("from decode", "speculative", "paired"),
 ]
 assert {stage for _, _, stage in CASES} == set(STAGES)
@@ -120,7 +119,7 @@ def test_a_link_cut_for_longer_than_the_timeout(linked: Linked, how: str, mode: 
 @pytest.mark.parametrize("how", ["both ways", "from prefill"])
 def test_a_link_cut_for_a_moment_loses_nothing(linked: Linked, how: str) -> None:
     """Shorter than the time-out (unless this machine was too busy for that): every byte arrives."""
-    with Both(linked, f"moment {how}", tokens=LONG) as both:
+    with Both(linked, f"moment {how}", tokens=LONG // 2) as both:
         both.bring_to("mid-way")
         begin = time.monotonic()
         with cut(linked, how) as since:
