@@ -117,7 +117,7 @@ class ControlLink(asyncio.Protocol):
     def tell(self, blob: bytes) -> None:
         """As :meth:`kvd.fabric.base.Bringup.tell`."""
         if self.error is None:
-            self._write(framing.encode(FabricBlob(blob=blob)))
+            self._write(self._frame(FabricBlob(blob=blob)))
 
     def listen(self, told: Callable[[bytes], None]) -> None:
         """As :meth:`kvd.fabric.base.Bringup.listen`."""
