@@ -107,7 +107,11 @@ class Placing:
         if cache is None or cache.client != client:
             return
         if cache.parts:
-            raise Busy(f"{cache.parts} transfers into cache {number} are open; release them first", cache=number)
+            raise Busy(
+                f"{cache.parts} transfers into cache {number} are open; release them first",
+                cache=number,
+                retry_after_s=0.1,
+            )
         del self._caches[number]
         cache.memory.release()
 

@@ -45,9 +45,14 @@ def test_tcp_gets_its_protection(monkeypatch: pytest.MonkeyPatch) -> None:
     with_verbs(monkeypatch, no_device)
     options: Any = {"rate": 0.0, "device": "", "port": 1, "gid_index": -1, "log": Log()}
     for name in ("tcp", "auto"):
-        assert choice.choose(name, **options).protection is Protection.CHECKSUM
-        assert choice.choose(name, **options, checksums=False).protection is Protection.NONE
-        assert choice.choose(name, **options, level="secret").protection is Protection.SECRET
+        for more, protection in (
+            ({}, Protection.CHECKSUM),
+            ({"checksums": False}, Protection.NONE),
+            ({"level": "secret"}, Protection.SECRET),
+        ):
+            (fabric,) = choice.choose(name, **options, **more)
+            assert isinstance(fabric, TcpFabric)
+            assert fabric.protection is protection
     with pytest.raises(InvalidArgument, match="choose one of plain, authentic, secret"):
         choice.choose("tcp", **options, level="loud")
 

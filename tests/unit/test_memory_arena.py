@@ -75,7 +75,7 @@ def test_a_view_that_is_left_keeps_its_pages() -> None:
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_taken() -> None:
     before = open_descriptors()
-    with pytest.raises(OutOfMemory, match=r"memory\.limit") as caught:
+    with pytest.raises(OutOfMemory, match=r"memory\.pool") as caught:
         create_arena(1 << 50)
     assert caught.value.fields["need"] == 1 << 50
     assert caught.value.fields["limit"] == limits.available_memory().limit

@@ -192,7 +192,7 @@ def test_no_room_says_what_there_is() -> None:
     }
     keep.release()
     assert pool.lease(5 * PAGE, "b").nbytes == 5 * PAGE
-    with pytest.raises(OutOfMemory, match=r"raise memory\.limit") as caught:
+    with pytest.raises(OutOfMemory, match=r"raise memory\.pool") as caught:
         pool.lease(2 * ARENA + 1, "b")
     assert "retry_after_s" not in caught.value.fields  # waiting does not help
 

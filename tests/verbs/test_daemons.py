@@ -3,6 +3,7 @@ daemon loads torch. What starts where, and what does not."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,7 +166,14 @@ def transfer(source: Client, sink: Client, name: str, request: str, lengths: tup
 
 
 def memory_is_back(*clients: Client) -> bool:
-    return all((memory.leases, memory.in_use) == (0, 0) for memory in (client.status().memory for client in clients))
+    """Within a moment: a released lease goes back when the last write into it has been confirmed or turned away."""
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        memories = [client.status().memory for client in clients]
+        if all((memory.leases, memory.in_use) == (0, 0) for memory in memories):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_a_link_that_is_down_for_two_seconds_delays_a_transfer(
