@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,8 +113,14 @@ def test_vllm_21784_counters_equal_what_was_sent_and_failures_are_counted(
             into.wait_ready(timeout_s=WAIT_S)
         with source.prefill("given up", SPEC, [TOKENS]) as sent:
             sent.abort("no need")
-    grown = [{k: now.get(k, 0) - was.get(k, 0) for k in now} for was, now in zip(before, counters(), strict=True)]
     nbytes = SPEC.layers * TOKENS * 2 * 64
+    until = time.monotonic() + WAIT_S
+    while True:
+        grown = [{k: now.get(k, 0) - was.get(k, 0) for k in now} for was, now in zip(before, counters(), strict=True)]
+        # The delivery and the last confirmations come on different connections.
+        if grown[0]["bytes_sent"] == nbytes or time.monotonic() > until:
+            break
+        time.sleep(0.02)
     assert (grown[0]["bytes_sent"], grown[1]["bytes_received"]) == (nbytes, nbytes)
     assert grown[0]["bytes_sent_proactive"] == nbytes
     assert (grown[0]["bytes_received"], grown[1]["bytes_sent"]) == (0, 0)
