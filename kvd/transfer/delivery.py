@@ -109,13 +109,15 @@ def on_write_completed(book: Book, event: ev.WriteCompleted, now: float) -> None
     link = book.links.get(session) if session is not None else None
     placed = event.error is None
     nbytes, path = link.completed(event.write, now, placed=placed) if link is not None else (0, "")
+    if placed and path:
+        # Of a part that is forgotten, too: its process may release it before the last confirmation comes.
+        book.counters[f"bytes_sent_{path}"] += nbytes
     part = book.parts.get(event.transfer)
     if isinstance(part, SourcePart):
         part.writes.discard(event.write)
         part.staged.pop(event.write, None)
         if event.error is None and path:
             part.paths[path] += nbytes
-            book.counters[f"bytes_sent_{path}"] += nbytes
             if path != METADATA:
                 part.bytes_done += nbytes
         elif isinstance(event.error, ChecksumMismatch) and not part.ended:

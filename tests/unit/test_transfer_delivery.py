@@ -50,6 +50,17 @@ def test_tokens_are_written_as_they_are_rung_a_chunk_each_within_the_window() ->
     assert node.part().bytes_done == 6 * TOKEN
 
 
+def test_bytes_that_are_confirmed_after_the_release_count_too() -> None:
+    node = source_running()
+    first, second = only(node.ring(0, 0, 4), do.WriteTokens)
+    node.done(first.write)
+    node.hear(wire.Delivered(transfer=1))
+    node(ev.ReleaseRequested(1))
+    assert 1 not in node.core.parts
+    node.done(second.write)
+    assert node.core.counters["bytes_sent_proactive"] == 4 * TOKEN
+
+
 def test_what_was_rung_before_the_sink_came_is_written_when_it_does() -> None:
     node = source_waiting()
     assert node.ring(0, 0, 4) == []
