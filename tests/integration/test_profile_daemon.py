@@ -329,6 +329,8 @@ def test_a_server_ends_when_its_user_wants(daemons: tuple[DaemonProcess, DaemonP
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what runs in the background, these tests perhaps, with the signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert server.stdout is not None
