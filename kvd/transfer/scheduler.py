@@ -15,7 +15,7 @@ from kvd.types import TransferId
 
 MIN_WINDOW = 128 << 10
 """Less under way would cost more in small writes than it saves in delay."""
-FIRST_WINDOW = 256 << 10
+FIRST_WINDOW = 512 << 10
 """Until the link's rate has been measured."""
 MIN_CHUNK = 32 << 10
 PAUSE_S = 0.05
