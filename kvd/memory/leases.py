@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Self
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from kvd.memory.arena import Arena
 
 
-class Lifetime:
+class Lifetime(abc.ABC):
     """What every lease has in common: it is *open*, then *released* (nothing new may start), then *free* (the memory
     belongs to its pool or device again).
 
@@ -73,9 +74,9 @@ class Lifetime:
         else:
             self._on_free.append(callback)
 
+    @abc.abstractmethod
     def _give_back(self) -> None:
         """Return the memory to where it came from; called once."""
-        raise NotImplementedError
 
     def _reclaim_if_idle(self) -> None:
         if not self.released or self._holds or self.free:
