@@ -317,7 +317,8 @@ class TransferStatus(msgspec.Struct, kw_only=True):
     age_s: float
     mode: str = "full"
     paths: dict[str, int] = {}
-    """Bytes by path, fetches, windows, and the budget in tokens, as far as they are not 0."""
+    """Bytes by path, fetches, windows, and the budget in tokens, as far as they are not 0. ``filled``: bytes of
+    fetches that the sink's own memory served, because everything had arrived meanwhile."""
     budget_bytes: int = 0
     """Source: the KV blocks within the budget K_r; 0 where no such number decides."""
 

@@ -32,7 +32,7 @@ def on_fetch_requested(book: Book, event: ev.FetchRequested, now: float) -> None
         error: KvdError = NotFound(f"transfer {event.transfer} is not open here as a sink", transfer=event.transfer)
         book.emit(do.FetchEnded(event.transfer, event.fetch, error))
     elif part.ended and part.code == "OK":
-        book.emit(do.FillFetch(part.transfer, event))
+        _fill(book, part, event)
     elif part.ended:
         book.emit(do.FetchEnded(part.transfer, event.fetch, ended(part)))
     elif len(event.counts) + len(event.index) > MAX_FETCH_BYTES:
@@ -64,7 +64,7 @@ def on_fetch_arrived(book: Book, event: ev.FetchArrived, now: float) -> None:
     if isinstance(part, SinkPart) and part.session == event.session:
         request = part.fetches.pop(event.arrived.fetch, None)
         if request is not None:
-            part.paths[Path.ON_DEMAND.value] += len(request.index) // 4 * part.layout.entry_bytes
+            part.paths[Path.ON_DEMAND.value] += _entries_bytes(part, request)
             book.emit(do.FetchEnded(part.transfer, request.fetch))
 
 
@@ -75,7 +75,7 @@ def on_fetch_failed(book: Book, event: ev.MessageReceived, now: float) -> None:
     if part is None or request is None:
         return
     if part.ended and part.code == "OK":
-        book.emit(do.FillFetch(part.transfer, request))
+        _fill(book, part, request)
     else:
         error = error_from_code(message.code, message.message, message.fields)
         book.emit(do.FetchEnded(part.transfer, request.fetch, error))
@@ -92,7 +92,17 @@ def fill_fetches(book: Book, part: SinkPart) -> None:
     """The source is gone but everything had arrived: its unanswered fetches are served from here."""
     fetches, part.fetches = part.fetches, {}
     for request in fetches.values():
-        book.emit(do.FillFetch(part.transfer, request))
+        _fill(book, part, request)
+
+
+def _fill(book: Book, part: SinkPart, request: ev.FetchRequested) -> None:
+    """Serve a fetch from this side's own memory, counted apart: these entries didn't travel on demand."""
+    part.paths["filled"] += _entries_bytes(part, request)
+    book.emit(do.FillFetch(part.transfer, request))
+
+
+def _entries_bytes(part: SinkPart, request: ev.FetchRequested) -> int:
+    return len(request.index) // 4 * part.layout.entry_bytes
 
 
 def ended(part: SinkPart) -> KvdError:

@@ -138,7 +138,9 @@ def test_a_fetch_of_a_transfer_that_has_failed_gets_its_code() -> None:
 def test_a_fetch_after_delivery_is_filled_from_the_sinks_own_memory() -> None:
     node = sink_ended()
     assert node(fetch()) == [do.FillFetch(1, fetch())]
-    assert sink_part(node).fetches == {}
+    part = sink_part(node)
+    assert part.fetches == {}
+    assert part.paths["filled"] == len(fetch().index) // 4 * part.layout.entry_bytes > 0
 
 
 @pytest.mark.parametrize("make", [source_waiting, source_running, source_ended, Node])
@@ -225,7 +227,10 @@ def test_a_session_that_ends_after_delivery_fills_all_that_is_unanswered() -> No
     node.arrive(0, 0, 4)
     node.arrive(1, 0, 4)
     assert node.lose() == [do.FillFetch(1, fetch(7)), do.FillFetch(1, fetch(8))]
-    assert sink_part(node).fetches == {}
+    part = sink_part(node)
+    assert part.fetches == {}
+    assert part.paths["filled"] == 2 * len(fetch().index) // 4 * part.layout.entry_bytes > 0
+    assert part.paths["on_demand"] == 0
     assert node(ev.ReleaseRequested(1)) == [do.FreeMemory(1)]
 
 
