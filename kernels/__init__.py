@@ -1,4 +1,5 @@
-"""Kernels of kvd: splitting a KV index, moving KV entries, counting selections, comparing hash codes, changing layouts.
+"""Kernels of kvd: choosing and splitting a KV index, moving KV entries, counting selections, comparing hash codes,
+changing layouts.
 
 C (AVX2 where the CPU has it) when the extension was built, NumPy otherwise, with the same results. Words and
 shapes:
@@ -13,6 +14,7 @@ The package imports NumPy and nothing else, neither kvd nor kvd_client.
 """
 
 from .blocks import block_page_bytes, decode_bfp, encode_bfp
+from .choosing import top_k
 from .hashing import hamming, sign_codes
 from .native import available, implementation, select, why_not_native
 from .ops import accumulate, accumulate_blocks, copy_runs, gather, partition, scatter, token_entries
@@ -35,6 +37,7 @@ __all__ = [
     "select",
     "sign_codes",
     "token_entries",
+    "top_k",
     "why_not_native",
     "zero",
 ]

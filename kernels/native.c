@@ -304,18 +304,18 @@ static int partition_row_baseline(const int32_t *index, const int8_t *mask, size
 
 #if HAVE_AVX2
 /* For each of 256 sets of lanes: the lanes of the set in order, then anything. Filled when the module is loaded. */
-static uint8_t compress[256][8];
+uint8_t kvd_compress[256][8];
 
 static void fill_compress(void)
 {
     for (int set = 0; set < 256; set++)
         for (int lane = 0, n = 0; lane < 8; lane++)
-            if (set >> lane & 1) compress[set][n++] = (uint8_t)lane;
+            if (set >> lane & 1) kvd_compress[set][n++] = (uint8_t)lane;
 }
 
 AVX2 static inline void store_lanes(int32_t *at, __m256i v, unsigned set)
 {
-    __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)compress[set]));
+    __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)kvd_compress[set]));
     _mm256_storeu_si256((__m256i *)at, _mm256_permutevar8x32_epi32(v, lanes));
 }
 
@@ -627,6 +627,7 @@ static PyMethodDef methods[] = {
     {"accumulate", py_accumulate, METH_VARARGS, accumulate_doc},
     {"sign_codes", kvd_sign_codes, METH_VARARGS, kvd_sign_codes_doc},
     {"hamming", kvd_hamming, METH_VARARGS, kvd_hamming_doc},
+    {"top_k", kvd_top_k, METH_VARARGS, kvd_top_k_doc},
     {"regroup", kvd_regroup, METH_VARARGS, kvd_regroup_doc},
     {"zero", kvd_zero, METH_VARARGS, kvd_zero_doc},
     {"encode_bfp", kvd_encode_bfp, METH_VARARGS, kvd_encode_bfp_doc},

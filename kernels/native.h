@@ -62,6 +62,18 @@ AVX2 static inline void stream_row(char *target, const char *source, size_t byte
 }
 #endif
 
+/* ---------------------------------------------------------------- compressing */
+
+#if HAVE_AVX2
+/* Of each set of lanes the lanes, ascending: native.c fills it when the module is imported. */
+extern uint8_t kvd_compress[256][8];
+#endif
+
+/* ---------------------------------------------------------------- topk.c */
+
+extern const char kvd_top_k_doc[];
+PyObject *kvd_top_k(PyObject *self, PyObject *args);
+
 /* ---------------------------------------------------------------- regroup.c */
 
 extern const char kvd_regroup_doc[], kvd_zero_doc[];

@@ -56,6 +56,14 @@ class Implementation(Protocol):
 
     def hamming(self, q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None: ...
 
+    def top_k(
+        self,
+        scores: NDArray[np.float32],
+        lengths: NDArray[np.int64],
+        k: NDArray[np.int64],
+        out: NDArray[np.int32],
+    ) -> int: ...
+
     def regroup(
         self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int
     ) -> int: ...
@@ -136,6 +144,15 @@ class Native:
     def hamming(self, q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None:
         rows, group, size = q.shape
         self._c.hamming(self._avx2, q, k, rows, group, k.shape[1], size, out)
+
+    def top_k(
+        self,
+        scores: NDArray[np.float32],
+        lengths: NDArray[np.int64],
+        k: NDArray[np.int64],
+        out: NDArray[np.int32],
+    ) -> int:
+        return cast(int, self._c.top_k(self._avx2, scores, lengths, k, *scores.shape, out.shape[1], out))
 
     def regroup(
         self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int

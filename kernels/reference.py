@@ -170,6 +170,25 @@ def hamming(q: Bytes, k: Bytes, out: NDArray[np.int32]) -> None:
         out += _BITS[q[:, g, None] ^ k].sum(axis=2, dtype=np.int32)
 
 
+def top_k(scores: NDArray[np.float32], lengths: NDArray[np.int64], k: NDArray[np.int64], out: NDArray[np.int32]) -> int:
+    """``out[r]`` is, of the first ``lengths[r]`` scores of row r, the last and the ``k[r] - 1`` best others, ascending,
+    -1 behind them. Equal scores: the earlier one; not a number counts as minus infinity."""
+    bad = _first((k < 1) | (k > out.shape[1]) | (k > lengths) | (lengths > scores.shape[1]))
+    if bad >= 0:
+        return bad
+    out[...] = -1
+    for row, length, n, to in zip(scores, lengths.tolist(), k.tolist(), out, strict=True):
+        mine = row[: length - 1]
+        mine = np.where(mine == mine, mine, -np.inf)
+        if n > 1:
+            least = np.partition(mine, length - n)[length - n]
+            above, level = mine > least, mine == least
+            chosen = above | (level & (level.cumsum() <= n - 1 - above.sum()))
+            to[: n - 1] = np.flatnonzero(chosen)
+        to[n - 1] = length - 1
+    return -1
+
+
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 """Bits set in each byte."""
 

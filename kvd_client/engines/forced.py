@@ -228,19 +228,15 @@ class _Run:
         heads = self._shape.kv_heads
         query = self._early.pop(layer, query)
         sees = np.zeros((heads, self._steps, self._state.length), bool)
-        for step in range(self._steps):
-            index = self._selector.select(
-                self._shape,
-                query[:, :, step : step + 1],
-                self._metadata[layer],
-                self._wanted,
-                layer=layer,
-                step=step + 1,
-            )
+        steps = range(1, self._steps + 1)
+        found = self._selector.select_many(
+            self._shape, query, self._metadata[layer], self._wanted, layer=layer, steps=steps
+        )
+        for step, index in zip(steps, found, strict=True):
             for head, row in enumerate(index):
-                sees[head, step, row[row >= 0]] = True
+                sees[head, step - 1, row[row >= 0]] = True
             if self._on_select is not None:
-                self._on_select(layer, step + 1, index)
+                self._on_select(layer, step, index)
         self.selected += int(sees.sum())
         self.chances += sees.size
         return torch.from_numpy(sees)

@@ -87,11 +87,10 @@ class PromptQueries:
         count = min(each.shape[1] for each in kept)
         last = torch.stack([each[:, each.shape[1] - count :] for each in kept])
         most = max(1, self._computed.pop(layer) // TOKENS_PER_QUERY)
-        chosen = range(count - 1, -1, -math.ceil(count / most))
-        return [
-            self._selector.select(self._shape, last[:, :, at : at + 1], arrays, self._k, layer=layer, step=0)
-            for at in reversed(chosen)
-        ]
+        chosen = range(count - 1, -1, -math.ceil(count / most))[::-1]
+        return self._selector.select_many(
+            self._shape, last[:, :, list(chosen)], arrays, self._k, layer=layer, steps=[0] * len(chosen)
+        )
 
 
 def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS) -> Shares:
@@ -99,11 +98,10 @@ def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS) -> S
     blocks = max(1, min(blocks, shape.longest, _MOST_BYTES // (4 * shape.rows)))
     lengths = np.array(shape.lengths, np.int64)
     last, all_ = np.zeros((2, shape.rows, blocks), np.int64)
-    for index in indices:
-        entries = np.where(index == NOTHING, np.iinfo(np.int32).max, index).astype(np.int32)
-        accumulate_blocks(entries, all_, lengths, beyond="skip")
-        if index is indices[-1]:
-            accumulate_blocks(entries, last, lengths, beyond="skip")
+    for counts, some in ((last, indices[-1:]), (all_, indices)):
+        entries = np.concatenate(some, axis=1)
+        entries[entries == NOTHING] = np.iinfo(np.int32).max
+        accumulate_blocks(entries, counts, lengths, beyond="skip")
     edges = -(-np.arange(blocks + 1) * lengths[:, None] // blocks)
     chances = np.maximum(np.diff(edges, axis=1), 1) * shape.kv_heads
     found: Shares = ((last + 2 * all_ / max(len(indices), 1)) / (3 * chances)).astype(np.float32)

@@ -170,18 +170,69 @@ class Selector(abc.ABC):
         them; a shorter row has -1 behind them. The same arguments give the same index, whichever other rows there are.
         """
 
+    def select_many(
+        self,
+        shape: Shape,
+        queries: torch.Tensor,
+        arrays: Arrays,
+        k: Sequence[int],
+        *,
+        layer: int,
+        steps: Sequence[int],
+    ) -> list[Index]:
+        """What :meth:`select` gives for each of several queries of a layer, (rows, query heads, w, head dim), query i
+        being step ``steps[i]``'s.
+
+        One call for all is cheaper where an algorithm overrides this. Then products of matrices may round the last bits
+        of scores differently, and of tokens whose scores differ by no more than that another may be selected.
+        """
+        return [
+            self.select(shape, queries[:, :, i : i + 1], arrays, k, layer=layer, step=step)
+            for i, step in enumerate(steps)
+        ]
+
 
 class ScoringSelector(Selector):
     """An algorithm that gives each token a score, and takes the highest."""
 
     @abc.abstractmethod
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
-        """float32 (rows, KV heads, longest row); what stands beyond a row's length does not matter."""
+    def scores(self, shape: Shape, queries: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
+        """Of queries (rows, query heads, w, head dim) float32 (rows, KV heads, w, longest row); what stands beyond a
+        row's length does not matter."""
 
     def select(
         self, shape: Shape, query: torch.Tensor, arrays: Arrays, k: Sequence[int], *, layer: int, step: int
     ) -> Index:
-        return top_k(self.scores(shape, query, arrays, layer=layer), shape.lengths, k)
+        return self.select_many(shape, query, arrays, k, layer=layer, steps=[step])[0]
+
+    def select_many(
+        self,
+        shape: Shape,
+        queries: torch.Tensor,
+        arrays: Arrays,
+        k: Sequence[int],
+        *,
+        layer: int,
+        steps: Sequence[int],
+    ) -> list[Index]:
+        check_k(shape.lengths, k)
+        scores = self.scores(shape, queries, arrays, layer=layer)
+        return best(scores, shape.lengths, np.repeat(np.array(k, np.int64)[:, None], scores.shape[2], 1))
+
+
+def best(scores: Scores, lengths: Sequence[int], k: npt.NDArray[np.int64]) -> list[Index]:
+    """Of each query the tokens with the highest scores, as :func:`top_k` takes them: ``scores`` (rows, heads, w,
+    tokens), ``k`` (rows, w)."""
+    from kvd_kernels import top_k as take
+
+    rows, heads, w, tokens = scores.shape
+    flat = np.ascontiguousarray(scores).reshape(-1, tokens)
+    wanted = np.repeat(k[:, None], heads, 1).reshape(-1)
+    index: Index = take(flat, np.repeat(np.array(lengths, np.int64), heads * w), wanted)
+    if w == 1:
+        return [index]
+    index = index.reshape(rows * heads, w, -1)
+    return [np.ascontiguousarray(index[:, each, : k[:, each].max()]) for each in range(w)]
 
 
 def top_k(scores: Scores, lengths: Sequence[int], k: Sequence[int]) -> Index:
@@ -191,19 +242,7 @@ def top_k(scores: Scores, lengths: Sequence[int], k: Sequence[int]) -> Index:
     ``scores``: float32 (rows, heads, tokens). Raises :class:`InvalidArgument` for a ``k`` beyond its row.
     """
     check_k(lengths, k)
-    rows, heads, _ = scores.shape
-    index = np.full((rows, heads, max(k)), -1, np.int32)
-    for row, (length, n) in enumerate(zip(lengths, k, strict=True)):
-        limit = float(np.finfo(np.float32).max)
-        mine = np.nan_to_num(scores[row, :, :length], nan=-limit, posinf=limit, neginf=-limit)
-        mine[:, length - 1] = np.inf
-        least = np.partition(mine, length - n, axis=1)[:, length - n, None]
-        above = mine > least
-        level = mine == least
-        room = n - above.sum(axis=1, keepdims=True)
-        chosen = above | (level & (level.cumsum(axis=1) <= room))
-        index[row, :, :n] = np.nonzero(chosen)[1].reshape(heads, n)
-    return index.reshape(rows * heads, -1)
+    return best(scores[:, :, None], lengths, np.array(k, np.int64)[:, None])[0]
 
 
 def check_k(lengths: Sequence[int], k: Sequence[int]) -> None:
@@ -216,18 +255,21 @@ def check_k(lengths: Sequence[int], k: Sequence[int]) -> None:
         )
 
 
-def group(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """A decode step's query by KV head, float32 on the CPU: (rows, KV heads, G, head dim)."""
+def group(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries (rows, query heads, w, head dim) by KV head, float32 on the CPU: (rows, KV heads, G, w, head dim)."""
     import torch
 
-    rows, heads, _, dim = query.shape
-    return query.detach().to("cpu", torch.float32).reshape(rows, kv_heads, heads // kv_heads, dim)
+    return queries.detach().to("cpu", torch.float32).unflatten(1, (kv_heads, -1))
 
 
-def over_group(scores: torch.Tensor, how: str) -> Scores:
-    """(rows, KV heads, G, tokens) to (rows, KV heads, tokens): the ``sum`` or the ``max`` over the query heads."""
-    found: Scores = (scores.sum(2) if how == "sum" else scores.amax(2)).numpy()
-    return found
+def products(queries: torch.Tensor, keys: torch.Tensor, how: str) -> Scores:
+    """Dot products of grouped queries (rows, KV heads, G, w, dim) with keys (rows, KV heads, tokens, dim), their
+    ``sum`` or ``max`` over the query heads: (rows, KV heads, w, tokens)."""
+    keys = keys.transpose(2, 3)
+    if how == "sum":  # of the products it is the product of the sum
+        return (queries.sum(2) @ keys).numpy()  # type: ignore[no-any-return]
+    each = queries.flatten(2, 3) @ keys
+    return each.unflatten(2, queries.shape[2:4]).amax(2).numpy()  # type: ignore[no-any-return]
 
 
 def check_reduce(how: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, check_reduce, group, over_group
+from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, check_reduce, group, products
 from kvd_client.spec import MetadataSpec
 
 if TYPE_CHECKING:
@@ -38,13 +38,11 @@ class Exact(ScoringSelector):
         for row, keys in chunk.new_keys(shape):
             target[row, :, chunk.start : chunk.start + keys.shape[1]] = keys.float().numpy()
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
+    def scores(self, shape: Shape, queries: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         import torch
 
-        keys = torch.from_numpy(self._keys(shape, arrays))
-        return over_group(
-            group(query, shape.kv_heads) @ keys.transpose(2, 3) / float(np.sqrt(shape.head_dim)), self.reduce
-        )
+        q = group(queries, shape.kv_heads) / float(np.sqrt(shape.head_dim))
+        return products(q, torch.from_numpy(self._keys(shape, arrays)), self.reduce)
 
     @staticmethod
     def _form(shape: Shape) -> tuple[int, ...]:

@@ -89,18 +89,21 @@ class Hata(ScoringSelector):
                 codes[row, head, start:stop] = self._hash(keys[head], chunk.layer, head)
             norms[row, :, start:stop] = keys.norm(dim=-1).clamp(max=_LIMIT).half().numpy()
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
+    def scores(self, shape: Shape, queries: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
+        import torch
         from kvd_kernels import hamming
 
-        q, heads = group(query, shape.kv_heads), shape.rows * shape.kv_heads
-        codes = [self._hash(q[:, head].flatten(0, 1), layer, head) for head in range(shape.kv_heads)]
-        asked = np.stack(codes, 1).reshape(shape.rows, -1, shape.kv_heads, self.bits // 8).swapaxes(1, 2)
-        distance = hamming(
-            np.ascontiguousarray(asked).reshape(heads, -1, self.bits // 8),
-            self._codes(shape, arrays).reshape(heads, shape.longest, -1),
-        ).reshape(shape.rows, shape.kv_heads, -1)
-        agreement = (q.shape[2] * self.bits - 2 * distance).astype(np.float32) / np.float32(self.bits)
-        scores: Scores = agreement * self._norms(shape, arrays).astype(np.float32)
+        q, size = group(queries, shape.kv_heads), self.bits // 8
+        rows, heads, g, w, _ = q.shape
+        asked = np.empty((w, rows, heads, g, size), np.uint8)
+        for head in range(heads):
+            codes = self._hash(q[:, head].permute(2, 0, 1, 3).flatten(0, 2), layer, head)
+            asked[:, :, head] = codes.reshape(w, rows, g, size)
+        kept = self._codes(shape, arrays).reshape(rows * heads, shape.longest, size)
+        distances = [hamming(each, kept) for each in asked.reshape(w, rows * heads, g, size)]
+        distance = torch.from_numpy(np.stack(distances, 1)).unflatten(0, (rows, heads))
+        agreement = (g * self.bits - 2 * distance).float() / self.bits
+        scores: Scores = (agreement * torch.from_numpy(self._norms(shape, arrays)).float()[:, :, None]).numpy()
         return scores
 
     def _hash(self, x: torch.Tensor, layer: int, head: int) -> npt.NDArray[np.uint8]:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import InvalidArgument
-from kvd_client.selectors.base import Arrays, Chunk, Index, Selector, Shape, Training, check_k, group, top_k
+from kvd_client.selectors.base import Arrays, Chunk, Index, Selector, Shape, Training, best, check_k, group
 from kvd_client.selectors.weights import Weights
 from kvd_client.spec import MetadataSpec
 
@@ -112,32 +112,45 @@ class InfiniGen(Selector):
     def select(
         self, shape: Shape, query: torch.Tensor, arrays: Arrays, k: Sequence[int], *, layer: int, step: int
     ) -> Index:
+        return self.select_many(shape, query, arrays, k, layer=layer, steps=[step])[0]
+
+    def select_many(
+        self,
+        shape: Shape,
+        queries: torch.Tensor,
+        arrays: Arrays,
+        k: Sequence[int],
+        *,
+        layer: int,
+        steps: Sequence[int],
+    ) -> list[Index]:
         check_k(shape.lengths, k)
-        scores, counts = self.scored(shape, query, arrays, layer)
-        wanted = [max(1, min(int(n), most)) for n, most in zip(counts, k, strict=True)]
-        return top_k(scores, shape.lengths, wanted)
+        scores, counts = self.scored(shape, queries, arrays, layer)
+        return best(scores, shape.lengths, np.clip(counts.astype(np.int64), 1, np.array(k, np.int64)[:, None]))
 
     def scored(
-        self, shape: Shape, query: torch.Tensor, arrays: Arrays, layer: int
+        self, shape: Shape, queries: torch.Tensor, arrays: Arrays, layer: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-        """float32 (rows, KV heads, longest row): summed softmaxes, 0 beyond a row's end; and float64 (rows,): the mean
-        number of entries above the greatest less ``alpha``."""
+        """Of queries (rows, query heads, w, head dim) float32 (rows, KV heads, w, longest row): summed softmaxes, 0
+        beyond a row's end; and float64 (rows, w): the mean number of entries above the greatest less ``alpha``."""
         import torch
 
-        q, skew = group(query, shape.kv_heads), self._skew(layer)
+        q, skew = group(queries, shape.kv_heads), self._skew(layer)
         columns = torch.from_numpy(self._columns(shape, arrays).astype(np.int64))
+        g, w = q.shape[2:4]
+        q = q.flatten(2, 3)
         if skew is not None:
             q = q @ skew
-        q = q.gather(3, columns[:, :, None].expand(-1, -1, q.shape[2], -1)) / float(np.sqrt(shape.head_dim))
-        keys = torch.from_numpy(self._keys(shape, arrays)).float()
-        found = torch.zeros(shape.rows, shape.kv_heads, shape.longest)
-        counts = np.empty(shape.rows)
+        q = q.gather(3, columns[:, :, None].expand(-1, -1, g * w, -1)) / float(np.sqrt(shape.head_dim))
+        keys = torch.from_numpy(self._keys(shape, arrays)).float().transpose(2, 3)
+        found = torch.zeros(shape.rows, shape.kv_heads, w, shape.longest)
+        counts = np.empty((shape.rows, w))
         for row, length in enumerate(shape.lengths):
-            s = q[row] @ keys[row, :, :length].transpose(1, 2)
+            s = (q[row] @ keys[row, :, :, :length]).unflatten(1, (g, w))
             # A prompt of nothing but sinks has no other greatest.
             greatest = s[..., self.sinks if self.sinks < length else 0 :].amax(-1, keepdim=True)
-            counts[row] = (s > greatest - self.alpha).sum(-1, dtype=torch.float64).mean().item()
-            found[row, :, :length] = torch.softmax(s, -1).sum(1)
+            counts[row] = (s > greatest - self.alpha).sum((0, 1, 3), dtype=torch.int32).numpy() / (shape.kv_heads * g)
+            found[row, :, :, :length] = torch.softmax(s, -1).sum(1)
         return found.numpy(), counts
 
     def _width(self, shape: Shape) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import InvalidArgument
-from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, check_reduce, group, over_group
+from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, check_reduce, group, products
 from kvd_client.spec import MetadataSpec
 
 if TYPE_CHECKING:
@@ -60,15 +60,14 @@ class Quest(ScoringSelector):
                 high[:, 0] = np.maximum(high[:, 0], target[:, 0, 1])
             target[:, :, 0], target[:, :, 1] = low, high
 
-    def scores(self, shape: Shape, query: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
+    def scores(self, shape: Shape, queries: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         import torch
 
-        pages = torch.from_numpy(self._pages(shape, arrays)).float()
-        q = group(query, shape.kv_heads)
-        # q * max where q is positive, q * min where it is negative: two products instead of one by dimension.
-        least, greatest = pages[:, :, :, 0].transpose(2, 3), pages[:, :, :, 1].transpose(2, 3)
-        bound = q.clamp(min=0) @ greatest + q.clamp(max=0) @ least
-        return np.repeat(over_group(bound, self.reduce), self.page, axis=2)[:, :, : shape.longest]
+        # q * max where q is positive, q * min where it is negative: one product of twice the dimensions.
+        pages = torch.from_numpy(self._pages(shape, arrays)).float().flatten(3)
+        q = group(queries, shape.kv_heads)
+        bound = products(torch.cat([q.clamp(max=0), q.clamp(min=0)], -1), pages, self.reduce)
+        return np.repeat(bound, self.page, axis=3)[..., : shape.longest]
 
     def _form(self, shape: Shape) -> tuple[int, ...]:
         return shape.rows, shape.kv_heads, -(-shape.longest // self.page), 2, shape.head_dim

@@ -123,6 +123,23 @@ def cases(rng: Any) -> Iterator[Case]:
 
         return Case(f"hamming H={heads} G={group} N={tokens} {bits} bits", size, prepare, heads * tokens)
 
+    def chosen(rows: int, tokens: int, page: int = 1) -> Case:
+        """A fifth of each row; with `page` scores as Quest has them, that many alike in succession."""
+        k, out = tokens // 5, np.empty((rows, tokens // 5), np.int32)
+        lengths, wanted = np.full(rows, tokens), np.full(rows, k)
+
+        def prepare() -> Any:
+            scores = np.repeat(rng.standard_normal((rows, -(-tokens // page))).astype(np.float32), page, axis=1)
+            scores = np.ascontiguousarray(scores[:, :tokens])
+            return memcpy(scores.nbytes), lambda: kernels.top_k(scores, lengths, wanted, out)
+
+        return Case(
+            f"top_k {rows} x {tokens}{f' in pages of {page}' if page > 1 else ''}",
+            4 * rows * tokens,
+            prepare,
+            rows * tokens,
+        )
+
     def hashed(tokens: int, dim: int, bits: int) -> Case:
         w = rng.standard_normal((dim, bits)).astype(np.float32)
         out = np.empty((tokens, bits // 8), np.uint8)
@@ -153,6 +170,9 @@ def cases(rng: Any) -> Iterator[Case]:
     yield compared(8, 4, 8_192, 256)
     yield compared(3, 3, 2_000, 256)
     yield compared(8, 4, 8_192, 128)
+    yield chosen(3, 2_000)
+    yield chosen(48, 2_000, page=16)
+    yield chosen(32, 8_192)
     yield hashed(2_000, 64, 256)
     yield hashed(2_000, 128, 256)
 

@@ -43,9 +43,9 @@ class Remembering(Exact):
 
     queries: ClassVar[dict[int, list[Any]]] = {}
 
-    def select(self, shape: Shape, query: Any, *args: Any, layer: int, step: int) -> Any:
-        self.queries.setdefault(layer, []).append(query.clone())
-        return super().select(shape, query, *args, layer=layer, step=step)
+    def select_many(self, shape: Shape, queries: Any, *args: Any, layer: int, steps: Any) -> Any:
+        self.queries.setdefault(layer, []).extend(queries.clone().split(1, 2))
+        return super().select_many(shape, queries, *args, layer=layer, steps=steps)
 
 
 def run(name: str, selector: Any, lengths: list[int], *, until: int = 99, **how: Any) -> tuple[Ranked, dict[int, Any]]:

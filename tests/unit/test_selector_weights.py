@@ -171,7 +171,7 @@ def test_trained_hata_is_its_formula(form: str) -> None:
     heads = FORMS[form][0]
     selector: Any = create("hata", weights=weights_of("hata", heads))
     scene = Scene(selector, form)
-    scores = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER)
+    scores = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER)[:, :, 0]
     for row, length in enumerate(LENGTHS):
         for head in range(heads):
             query, _, keys = scene.numbers(row, head)
@@ -179,7 +179,7 @@ def test_trained_hata_is_its_formula(form: str) -> None:
             differ = ((query @ w > 0)[:, None] != (keys @ w > 0)).sum((0, 2))
             expected = (len(query) - 2 * differ / 128) * np.linalg.norm(keys, axis=1)
             np.testing.assert_allclose(scores[row, head, :length], expected, rtol=2e-3, atol=0.1)
-    other = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER + 1)
+    other = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER + 1)[:, :, 0]
     assert np.abs(other[0] - scores[0]).max() > 1, "each layer has its own"
 
 

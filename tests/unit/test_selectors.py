@@ -91,7 +91,7 @@ class Scene:
 def test_scores_are_the_formulas(name: str, parameters: dict[str, Any], form: str) -> None:
     selector: Any = create(name, **parameters)
     scene = Scene(selector, form)
-    scores = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER)
+    scores = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER)[:, :, 0]
     expected = scene.formula()
     there = ~np.isnan(expected)
     assert scores.dtype == np.float32
@@ -136,7 +136,7 @@ def test_chunks_make_the_same_metadata_and_padding_none(name: str, chunk: int) -
 def test_keys_of_half_precision(name: str, dtype: Any) -> None:
     selector: Any = create(name)
     scene = Scene(selector, "gqa", dtype=dtype)
-    scores, expected = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER), scene.formula()
+    scores, expected = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER)[:, :, 0], scene.formula()
     there = ~np.isnan(expected)
     np.testing.assert_allclose(scores[there], expected[there], rtol=2e-3, atol=2e-3)
 
@@ -173,10 +173,31 @@ def test_top_k_against_sorting(data: Any) -> None:
     assert index.shape == (len(lengths) * heads, max(k))
     for i, mine in enumerate(index):
         row, head = divmod(i, heads)
-        value = [-np.finfo(np.float32).max if np.isnan(v) else v for v in scores[row, head, : lengths[row]]]
-        order = sorted(range(lengths[row] - 1), key=lambda t: (-max(value[t], -np.finfo(np.float32).max), t))
+        value = [-np.inf if np.isnan(v) else v for v in scores[row, head, : lengths[row]]]
+        order = sorted(range(lengths[row] - 1), key=lambda t: (-value[t], t))
         expected = sorted([*order[: k[row] - 1], lengths[row] - 1])
         assert mine.tolist() == expected + [-1] * (max(k) - k[row])
+
+
+MANY = [*SCORING, ("infinigen", {}), ("infinigen", {"alpha": 1.0}), ("random", {}), ("streaming", {})]
+
+
+@pytest.mark.parametrize("form", GROUPS)
+@pytest.mark.parametrize(("name", "parameters"), MANY)
+def test_many_queries_at_once_are_many_selections(name: str, parameters: dict[str, Any], form: str) -> None:
+    scene = Scene(create(name, **parameters), form)
+    k, steps = [9, 16, 2], [3, 1, 7, 1]
+    queries = scene.queries[:, :, [5, 0, 2, 1]].nan_to_num()
+    together = scene.selector.select_many(scene.shape, queries, scene.arrays, k, layer=LAYER, steps=steps)
+    assert len(together) == 4
+    for i, (step, found) in enumerate(zip(steps, together, strict=True)):
+        one = scene.selector.select(scene.shape, queries[:, :, i : i + 1], scene.arrays, k, layer=LAYER, step=step)
+        assert found.dtype == np.int32
+        assert found.flags.c_contiguous
+        np.testing.assert_array_equal(found, one)  # no two of these scores are as near as rounding
+    for wrong in ([42, 1, 1], [0, 1, 1], [1, 1]):
+        with pytest.raises(InvalidArgument):
+            scene.selector.select_many(scene.shape, queries, scene.arrays, wrong, layer=LAYER, steps=steps)
 
 
 @pytest.mark.parametrize("name", ["exact", "hata", "quest", "random", "streaming"])
