@@ -26,8 +26,8 @@ def top_k(
         lengths: int64 (rows,): how many scores of each row count; the last of them is the newest token's, and is taken
             whatever it is.
         k: int64 (rows,): how many are taken, 1 to the row's length.
-        out: int32 (rows, width), `k` at most the width, the width at most the tokens. A new array, as wide as the largest
-            `k`, by default.
+        out: int32 (rows, width), `k` at most the width, the width at most the tokens. As wide as the largest `k` by
+            default.
 
     Returns:
         `out`: -1 behind the places of a row with fewer than the width.
