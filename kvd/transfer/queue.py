@@ -24,7 +24,7 @@ from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ALWAYS_LAYERS, resampled_columns
 from kvd.importance.prompt import Scale, Values, combined
 from kvd.mask import IntervalSet
-from kvd.transfer.work import Piece, Work
+from kvd.transfer.work import ROWS, Piece, Work
 from kvd.types import Path
 from kvd_client.spec import PartLayout, TokenRange
 
@@ -161,6 +161,8 @@ class SendQueue:
         """Of the policy's classes; made when the first layer is ranked."""
         self._ranked: dict[int, npt.NDArray[np.int16]] = {}
         """By layer, (rows, blocks): the classes of a layer that was ranked, instead of the policy's."""
+        self._unsorted: dict[tuple[int, int], None] = {}
+        """(layer, rows // ROWS) that were ranked, and whose pieces still have their former classes; the first first."""
         self._finished = False
         self._quota = 0.0
 
@@ -214,7 +216,8 @@ class SendQueue:
         any number of blocks.
 
         False, with nothing changed, where the order is not importance's to choose: full transfer, the paper's fixed
-        budget, layers 0 and 1. What has been handed out stays so, and no path gains or loses a token.
+        budget, layers 0 and 1. What has been handed out stays so, and no path gains or loses a token. Of large batches
+        the first rows are sorted at once, and with each :meth:`take` some more, so that none of these calls is long.
         """
         policy = self.policy
         if not policy.rankable or policy.classes is None or layer < ALWAYS_LAYERS:
@@ -225,12 +228,21 @@ class SendQueue:
         profile = None if policy.importance is None else policy.importance[layer]
         found = combined(profile, shares, weight)
         self._ranked[layer] = self._scale_for(found).classes(found)
+        self._unsorted.update(dict.fromkeys((layer, rows) for rows in range(-(-len(self.lengths) // ROWS))))
+        self._sort_some()
+        return True
+
+    def _sort_some(self) -> None:
+        """Give the unsent pieces of some ranked rows the classes that they have now."""
+        if not self._unsorted:
+            return
+        layer, rows = next(iter(self._unsorted))
+        del self._unsorted[layer, rows]
         for work in (self._proactive, self._rest):
             # Neighbours together: what is enqueued costs more by the piece than by the token.
-            for row, start, stop in _joined(piece for _, piece in work.take_layer(layer)):
+            for row, start, stop in _joined(piece for _, piece in work.take_rows(layer, rows)):
                 self.pending_tokens -= stop - start
                 self._enqueue(layer, row, start, stop)
-        return True
 
     def _scale_for(self, values: Values) -> Scale:
         """That of the profile's classes, or without a profile one made of the first ranked layer: layers resemble each
@@ -269,6 +281,7 @@ class SendQueue:
         path = self.path
         if path is None:
             return []
+        self._sort_some()
         work = self._proactive if path is Path.PROACTIVE else self._rest
         room = max(1, max_bytes // self.layout.token_bytes)
         wanted = room  # of whole layers so many as there is room for, but one at least

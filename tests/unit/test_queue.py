@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
 from kvd.importance.matrix import ImportanceMatrix
+from kvd.transfer import queue, work
 from kvd.transfer.policy import Profiled, Selective, choose_policy
 from kvd.transfer.queue import MAX_RANGES, Policy, ReadyTokens, SendQueue
+from kvd.transfer.work import ROWS
 from kvd.types import Path
 from kvd_client.spec import PartLayout, TokenRange
 
@@ -419,9 +421,46 @@ def test_tokens_out_of_every_window_stay_last() -> None:
     assert set(order[:8]) == visible
 
 
-@given(st.lists(st.tuples(st.sampled_from(["ready", "rank", "take", "finish", "window"]), st.integers(0, 2**32 - 1))))
+def test_a_batch_is_sorted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 3 * ROWS + 1
+    layout = PartLayout(layers=5, heads=1, entry_bytes=10, rows=rows, capacity=16)
+    one = Source(layout, (16,) * rows, ranked_policy(some_profile()))
+    one.ready(3, None, 0, 16)
+    sorted_rows: list[int] = []
+    enqueue = SendQueue._enqueue
+
+    def watched(self: SendQueue, layer: int, row: int, start: int, stop: int) -> None:
+        sorted_rows.append(row)
+        enqueue(self, layer, row, start, stop)
+
+    monkeypatch.setattr(SendQueue, "_enqueue", watched)
+    best = np.arange(rows) % 8
+    assert one.queue.rank(3, np.eye(8, dtype=np.float32)[best], 1.0)
+    sent = []
+    for turn in range(4):
+        assert sorted_rows == list(range(min(ROWS * (turn + 1), rows)))
+        sent += tokens_of(one.queue.take(10))
+    sent += tokens_of(one.drain(10))
+    assert len(sorted_rows) == rows, "each once"
+    wanted = {(3, row, 2 * int(block) + i) for row, block in enumerate(best) for i in range(2)}
+    assert wanted <= set(sent[: 4 + len(wanted)]), "all but the first four came in the new order"
+    assert len(sent) == len(set(sent)) == 16 * rows
+    assert one.queue.pending_tokens == 0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["ready", "rank", "take", "finish", "window"]), st.integers(0, 2**32 - 1))),
+    st.sampled_from([1, 4]),
+)
 @settings(max_examples=200, deadline=None)
-def test_rankings_lose_and_repeat_nothing(script: list[tuple[str, int]]) -> None:
+def test_rankings_lose_and_repeat_nothing(script: list[tuple[str, int]], at_once: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (queue, work):
+            patched.setattr(module, "ROWS", at_once)
+        rankings_lose_and_repeat_nothing(script)
+
+
+def rankings_lose_and_repeat_nothing(script: list[tuple[str, int]]) -> None:
     policy = ranked_policy(some_profile(), mode="speculative")
     one = Source(RANKED, (16, 10), policy, held=(TokenRange(0, 3, 5),))
     rung: set[tuple[int, int, int]] = set()
