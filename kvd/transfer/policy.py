@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
-from kvd.importance.matrix import ImportanceMatrix
+from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 from kvd.transfer.queue import Policy
 from kvd_client.protocol import MODES
 
@@ -20,6 +20,9 @@ classes would cut the runs without changing which entries are missing by more th
 RUN_BYTES = 128 << 10
 """What one class should have for each layer: a write ends at a layer's end, and costs the same CPU time whatever its
 size."""
+
+_FINER = (4, 4, 4, 4, 2, 2)
+"""What part of the others' size the first classes have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def choose_policy(
             adaptive=adaptive,
             budget_tokens=budget * sum(lengths) // blocks,
         )
-    classes, _ = _classes(matrix.ranks(), layers * blocks, count)
+    classes = _finer_classes(matrix.ranks(), min(layers, ALWAYS_LAYERS) * blocks, count)
     return Policy(
         mode=mode,
         classes=classes,
@@ -106,3 +109,17 @@ def _classes(ranks: npt.NDArray[np.int64], budget: int, count: int) -> tuple[npt
     before = -(-budget // step)
     classes = np.where(ranks < budget, ranks // step, before + (ranks - budget) // step)
     return classes.astype(np.int16), before
+
+
+def _finer_classes(ranks: npt.NDArray[np.int64], always: int, count: int) -> npt.NDArray[np.int16]:
+    """About ``count`` classes of equal size, but for the first ones behind the ``always`` first ranks, which are halves
+    and quarters: on a slow link they are all that goes before the second token, so their order matters most.
+
+    What ranks first always has classes of its own: whatever a ranking prefers of other layers comes behind it.
+    """
+    step = -(-ranks.size // count)
+    sizes = [step // part for part in _FINER if step >= part]
+    ends = np.concatenate((np.arange(step, always, step), always + np.cumsum([0, *sizes])))
+    ends = np.concatenate((ends, np.arange(ends[-1] + step, ranks.size, step)))
+    found: npt.NDArray[np.int16] = np.searchsorted(ends, ranks, side="right").astype(np.int16)
+    return found

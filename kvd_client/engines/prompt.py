@@ -2,8 +2,12 @@
 
 The last queries exist at prefill, and decode's first ones resemble them. Each is given to decode's own selector, and
 what it picks is counted by KV block: c_w, the share of (KV head, token of the block, query) triples over the last w
-queries in which the token is selected. (c_1 + 2 c_16)/3 ranks a layer's blocks anew as soon as the layer's last chunk
+queries in which the token is selected. (c_1 + 2 c_w)/3 ranks a layer's blocks anew as soon as the layer's last chunk
 is done; the daemon puts it beside the profile (:meth:`kvd_client.PrefillTransfer.rank`).
+
+The very last query is asked twice, the second time for a few entries only, and c_1 is that. On a slow link little more
+than a twentieth of the cache goes before the second token, and among blocks that all are in a query's upper fifth this
+tells the best ones. With half or a quarter of the blocks sent it makes no difference.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import numpy.typing as npt
 import torch
 from kvd_kernels import accumulate_blocks
 
+from kvd_client.engines._selective_steps import entries_of
 from kvd_client.lanes import NOTHING
 from kvd_client.protocol import MAX_FRAME
 from kvd_client.selectors.base import Arrays, Index, Selector, Shape
@@ -24,6 +29,8 @@ QUERIES = 16
 """w: how many of the prompt's last queries are asked."""
 SHARE = 0.2
 """Each query's selection, as a share of the prompt."""
+NARROW_SHARE = 0.05
+"""That of the last query when it is asked again."""
 TOKENS_PER_QUERY = 8
 """A query is asked for each so many computed tokens at most, which bounds its share of a short prefill; then some of
 the last queries are left out, evenly."""
@@ -40,17 +47,16 @@ Shares = npt.NDArray[np.float32]
 class PromptQueries:
     """Collects the last queries of each row, layer by layer, and asks ``selector`` what they would select.
 
-    ``k`` are the entries that each query selects of each row. Once for each layer ``rank(layer, shares)`` gets what
-    :func:`shares_of` makes of that, and says whether it is of use; ``told(layer, indices)`` gets the KV index of each
-    query, the prompt's last query last. Where few tokens are computed (a short question about a cached prefix) there
-    are fewer indices (:data:`TOKENS_PER_QUERY`).
+    Once for each layer ``rank(layer, shares)`` gets what :func:`shares_of` makes of their selections, and says whether
+    it is of use; ``told(layer, indices)`` gets the KV index of each query, at last the narrow one of the prompt's last
+    query. Where few tokens are computed (a short question about a cached prefix) there are fewer queries
+    (:data:`TOKENS_PER_QUERY`).
     """
 
     def __init__(
         self,
         shape: Shape,
         selector: Selector,
-        k: Sequence[int],
         *,
         rank: Callable[[int, Shares], bool] | None = None,
         told: Callable[[int, list[Index]], None] | None = None,
@@ -58,7 +64,8 @@ class PromptQueries:
     ) -> None:
         self.wanted = rank is not None or told is not None
         """Whether anybody still wants to know."""
-        self._shape, self._selector, self._k, self._queries = shape, selector, list(k), queries
+        self._shape, self._selector, self._queries = shape, selector, queries
+        self._k, self._narrow = entries_of(shape.lengths, SHARE), entries_of(shape.lengths, NARROW_SHARE)
         self._rank, self._told = rank, told
         self._kept: dict[int, list[torch.Tensor]] = {}
         """Per layer, of each row (query heads, tokens so far, head dim), at most the last ones."""
@@ -88,13 +95,15 @@ class PromptQueries:
         last = torch.stack([each[:, each.shape[1] - count :] for each in kept])
         most = max(1, self._computed.pop(layer) // TOKENS_PER_QUERY)
         chosen = range(count - 1, -1, -math.ceil(count / most))[::-1]
-        return self._selector.select_many(
+        indices = self._selector.select_many(
             self._shape, last[:, :, list(chosen)], arrays, self._k, layer=layer, steps=[0] * len(chosen)
         )
+        narrow = self._selector.select(self._shape, last[:, :, -1:], arrays, self._narrow, layer=layer, step=0)
+        return [*indices, narrow]
 
 
 def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS) -> Shares:
-    """(c_1 + 2 c_w)/3 of the indices of w queries, the last query's last. Blocks without a token have 0."""
+    """(c_1 + 2 c_w)/3 of w indices, c_1 being the last one's. Blocks without a token have 0."""
     blocks = max(1, min(blocks, shape.longest, _MOST_BYTES // (4 * shape.rows)))
     lengths = np.array(shape.lengths, np.int64)
     last, all_ = np.zeros((2, shape.rows, blocks), np.int64)

@@ -120,7 +120,8 @@ def prefill_selective(
 
     ``prompt_aware``: rank each layer's blocks by what the prompt's last queries select
     (:mod:`kvd_client.engines.prompt`), where ``transfer`` takes rankings; they change the order of sending, and no
-    result. ``on_queries(layer, indices)`` sees the KV index of each of these queries, the prompt's last one last.
+    result. ``on_queries(layer, indices)`` sees the KV indices that these queries select, the narrow one of the prompt's
+    last query last.
 
     Raises :class:`InvalidArgument` for a prefix that does not fit the prompts or the model, and for a selector that is
     an oracle.
@@ -137,7 +138,7 @@ def prefill_selective(
     computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     scratch: list[dict[str, Any]] = [{} for _ in windows]
     rank = getattr(transfer, "rank", None) if prompt_aware else None
-    asked = prompt.PromptQueries(shape, selector, entries_of(lengths, prompt.SHARE), rank=rank, told=on_queries)
+    asked = prompt.PromptQueries(shape, selector, rank=rank, told=on_queries)
 
     def attends(layer: int, start: int, queries: torch.Tensor | None) -> None:
         k, v = computed.pop(layer)

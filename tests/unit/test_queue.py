@@ -12,7 +12,7 @@ from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.transfer import queue, work
-from kvd.transfer.policy import Profiled, Selective, choose_policy
+from kvd.transfer.policy import RUN_BYTES, Profiled, Selective, choose_policy
 from kvd.transfer.queue import MAX_RANGES, Policy, ReadyTokens, SendQueue
 from kvd.transfer.work import ROWS
 from kvd.types import Path
@@ -261,7 +261,19 @@ def test_a_short_prompt_has_few_classes_so_that_writes_are_not_small() -> None:
     assert wide.classes is not None
     assert small.classes is not None
     assert len(np.unique(wide.classes)) == 50
-    assert len(np.unique(small.classes)) <= 8
+    assert len(np.unique(small.classes)) <= 8 + 4  # behind layers 0 and 1 four quarters and two halves for two
+
+
+def test_what_always_goes_has_its_own_classes_and_what_is_next_the_smallest() -> None:
+    ten = ImportanceMatrix.sequential(30, 1000)
+    policy = choose_policy("profile", Selective(), Profiled(ten), layers=30, lengths=(2000,), token_bytes=1536)
+    assert policy.classes is not None
+    always, rest = np.bincount(policy.classes[:2].ravel()), np.bincount(policy.classes[2:].ravel())
+    assert not always[: len(rest)][rest[: len(always)] > 0].any()
+    step = -(-30_000 // (2000 * 1536 // RUN_BYTES))
+    assert always.tolist() == [step, 2000 - step]
+    assert rest[len(always) :].tolist()[:8] == [step // 4] * 4 + [step // 2] * 2 + [step] * 2
+    assert rest.sum() == 28_000
 
 
 def test_without_speculation_the_rest_waits_for_fetches() -> None:
