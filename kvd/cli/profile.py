@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvd.cli import profile_daemon, profile_evaluate, profile_link, profile_record, profile_train
+from kvd.cli import profile_daemon, profile_evaluate, profile_link, profile_record, profile_selections, profile_train
 from kvd.cli.output import number, printable, seconds, table, write_parts
 from kvd.units import Rate, about, format_rate
 
@@ -32,6 +32,7 @@ profile_app = typer.Typer(
 )
 
 profile_app.command()(profile_record.record)
+profile_app.command()(profile_selections.selections)
 profile_app.command()(profile_train.train)
 profile_app.command()(profile_daemon.install)
 profile_app.command("export")(profile_daemon.export_learnt)

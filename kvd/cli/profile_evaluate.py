@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 import shlex
 import sys
@@ -15,15 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvd.cli.output import printable
+from kvd.cli.profile_model import (
+    INTERRUPTED,
+    Domains,
+    LongProgress,
+    ModelFolder,
+    check_packages,
+    folder_of,
+    own_domains,
+)
 from kvd.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from kvd.profiling.evaluate.plan import Settings, Variant, Work
-    from kvd.profiling.evaluate.run import Runner
     from kvd.profiling.evaluate.store import Store
     from kvd.profiling.evaluate.texts import Domain
 
-INTERRUPTED = 130
 SELECTIONS = (
     *("exact@0.2", "exact@0.1", "exact@0.05", "infinigen@0.2", "infinigen@0.1", "infinigen:alpha=10@0.2", "hata@0.2"),
     *("hata@0.1", "hata@0.05", "hata-untrained@0.2", "quest@0.2", "quest@0.1", "streaming@0.2", "random@0.2"),
@@ -36,20 +41,13 @@ RECALLING = (
 _SELECTIONS, _RECORDED, _RECALLING = " ".join(SELECTIONS), " ".join(RECORDED), " ".join(RECALLING)
 LENGTHS = (1024, 2048, 4096)
 QUICK = {"lengths": (512,), "prompts": 2, "compared": 1, "hidden": 1}
-REPORT = "report.json"
-
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "matplotlib")
-_CONVERSION = ("gguf",)
 
 
 def evaluate(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.", show_default=False)
     ],
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face model. [default: SmolLM2-135M]"),
-    ] = None,
+    model: ModelFolder = None,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -122,15 +120,7 @@ def evaluate(
         str,
         typer.Option("--calibration", metavar="DOMAIN", help="Whose texts weights and the profile are made from."),
     ] = "code",
-    texts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--texts",
-            metavar="DOMAIN=FILE",
-            help="A domain of your own, UTF-8; repeat it. [default: code, documentation, prose and dialogue, from "
-            "Python, Debian's jargon-text and npm]",
-        ),
-    ] = None,
+    texts: Domains = None,
     measured: Annotated[
         list[str] | None,
         typer.Option("--domain", metavar="DOMAIN", help="Measure on this domain only; repeat it. [default: all]"),
@@ -150,13 +140,7 @@ def evaluate(
     stopped, and more selections or prompts add to it; it takes 58 KB a prompt token of SmolLM2. Needs the packages of
     the extra "demo".
     """
-    if missing := [
-        name for name in _PACKAGES + (() if model else _CONVERSION) if importlib.util.find_spec(name) is None
-    ]:
-        raise InvalidArgument(
-            f"the evaluation needs {', '.join(missing)}, which this Python lacks: pip install 'kvd-transport[demo]'",
-            missing=missing,
-        )
+    check_packages("the evaluation", model, "matplotlib")
     from kvd.profiling.evaluate import plan
 
     defaults: dict[str, Any] = QUICK if quick else {"lengths": LENGTHS, "prompts": 4, "compared": 1, "hidden": 2}
@@ -167,7 +151,7 @@ def evaluate(
     )
     lengths = sorted(set(tokens or defaults["lengths"]))
     settings = plan.Settings(steps=steps, calibration=calibration)
-    own = _own(texts)
+    own = own_domains(texts)
     names = tuple(domain.name for domain in own) if own else ("code", "documentation", "prose", "dialogue")
     if calibration not in names or len(names) < 2:
         raise InvalidArgument(
@@ -188,7 +172,7 @@ def evaluate(
         hidden=plan.counts(defaults["hidden"] if hidden is None else hidden, lengths),
     )
     stop_at = None if minutes is None else time.monotonic() + 60 * minutes
-    with _Progress() as progress:
+    with LongProgress() as progress:
         try:
             _evaluate(output, model, settings, work, own, blocks, stop_at, progress, as_json=as_json)
         except KeyboardInterrupt:
@@ -205,24 +189,23 @@ def _evaluate(
     own: Sequence[Domain],
     blocks: int,
     stop_at: float | None,
-    progress: _Progress,
+    progress: LongProgress,
     *,
     as_json: bool,
 ) -> None:
-    from kvd.demo import model as demo_model
+    from kvd.demo.model import cache_folder
+    from kvd.profiling.evaluate import report as reports
     from kvd.profiling.evaluate import texts
     from kvd.profiling.evaluate.store import Store
 
-    domains = own or texts.built_in(demo_model.cache_folder(), progress.say)
-    if folder is None:
-        folder = demo_model.cached() or demo_model.fetch_and_convert(progress.told)
-    folder = folder.resolve()
-    store = Store(output / "work", _identity(folder, settings, domains))
+    domains = own or texts.built_in(cache_folder(), progress.say)
+    folder = folder_of(folder, progress.told)
+    store = Store(output / "work", reports.identity(folder, settings, domains))
     try:
         complete, report = _run(store, folder, settings, work, domains, blocks, stop_at, progress)
     finally:
         store.close()
-    _write(output, report)
+    reports.write(report, output)
     progress.close()
     if as_json:
         typer.echo(json.dumps(report))
@@ -240,10 +223,11 @@ def _run(
     domains: Sequence[Domain],
     blocks: int,
     stop_at: float | None,
-    progress: _Progress,
+    progress: LongProgress,
 ) -> tuple[bool, dict[str, Any]]:
     from kvd.demo import inference
     from kvd.profiling.evaluate import plan
+    from kvd.profiling.evaluate import report as reports
     from kvd.profiling.evaluate.run import Runner
 
     loaded, tokenizer = inference.load(folder)
@@ -257,59 +241,23 @@ def _run(
         )
     runner = Runner(loaded, plan.Tokens(tokenizer, domains, settings), store, work, told=progress.told, stop_at=stop_at)
     complete = runner.run()
-    report = _report(folder.name, store, settings, work, domains, runner, blocks, progress)
+    report = reports.report(
+        store,
+        work,
+        settings,
+        blocks,
+        command=shlex.join(["kvd", *sys.argv[1:]]),
+        model=folder.name,
+        domains=domains,
+        parameters=runner.parameters,
+        told=progress.told,
+    )
     return complete, report | {"complete": complete}
-
-
-def _report(
-    name: str,
-    store: Store,
-    settings: Settings,
-    work: Work,
-    domains: Sequence[Domain],
-    runner: Runner,
-    blocks: int,
-    progress: _Progress,
-) -> dict[str, Any]:
-    from datetime import UTC, datetime
-
-    import kvd
-    from kvd.profiling.evaluate import results
-    from kvd.profiling.evaluate.marks import marks
-
-    found = results.collect(store, work, settings, runner.parameters, blocks)
-    recall, on_demand = results.recalls(found), results.on_demand(found, settings, progress.told)
-    return {
-        "command": shlex.join(["kvd", *sys.argv[1:]]),
-        "kvd": kvd.__version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": name,
-        "settings": settings.fields() | {"blocks": blocks, "half_life_prompts": results.HALF_LIFE},
-        "selections": {one.label: runner.parameters(one) for one in work.variants},
-        "texts": {one.name: {"source": one.source, "digest": one.digest} for one in domains},
-        "prompts": results.counted(found),
-        "recall": recall,
-        "divergence": results.divergences(found),
-        "on_demand": on_demand,
-        "correlation": results.correlations(found),
-        "marks": [mark.fields() for mark in marks(recall, on_demand)],
-    }
-
-
-def _write(output: Path, report: dict[str, Any]) -> None:
-    from kvd.profiling.evaluate.pictures import pictures
-    from kvd.profiling.evaluate.tables import markdown
-    from kvd.profiling.files import replace_file
-
-    made = pictures(report)
-    for name, data in made.items():
-        replace_file(output / name, data)
-    replace_file(output / "report.md", markdown(report, list(made)).encode())
-    replace_file(output / REPORT, json.dumps(report, separators=(",", ":")).encode() + b"\n")
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
     from kvd.demo.display import aligned
+    from kvd.profiling.evaluate.report import REPORT
     from kvd.profiling.evaluate.tables import marks, tables
 
     for each in tables(report):
@@ -331,85 +279,3 @@ def _variants(labels: Sequence[str]) -> list[Variant]:
             selectors.parse(variant.spec)  # before minutes are spent
             found.append(variant)
     return list(dict.fromkeys(found))
-
-
-def _own(given: Sequence[str] | None) -> list[Domain]:
-    from kvd.profiling.evaluate import texts
-
-    found = []
-    for one in given or ():
-        name, equals, path = one.partition("=")
-        if not equals or not name or not name.replace("-", "").isalnum():
-            raise InvalidArgument(f"--texts {one!r} is no domain; write a name and a file, as in letters=letters.txt")
-        found.append(texts.own(name, Path(path)))
-    if len({domain.name for domain in found}) < len(found):
-        raise InvalidArgument("--texts names a domain twice; give each a name of its own")
-    return found
-
-
-def _identity(folder: Path, settings: Settings, domains: Sequence[Domain]) -> dict[str, Any]:
-    from kvd.profiling.evaluate.texts import digests
-
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return {
-        "model": {"name": folder.name, "digest": digest.hexdigest()[:16]},
-        "settings": settings.identity(),
-        "texts": digests(domains),
-    }
-
-
-class _Progress:
-    """A bar on a terminal's standard error, or a line for each prompt where none is."""
-
-    def __init__(self) -> None:
-        self._bars: Any = None
-        self._task: Any = None
-        self._last = ""
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def say(self, text: str) -> None:
-        if self._bars is not None:
-            self._bars.console.print(text, markup=False, highlight=False)
-        else:
-            typer.echo(text, err=True)
-
-    def told(self, what: str, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            if what != self._last:
-                self.say(f"{what}: {done} of {total} done" if total else what)
-        else:
-            self._draw(what, done, total)
-        self._last = what
-
-    def close(self) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
-
-    def _draw(self, what: str, done: int, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        if self._bars is None:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            console = Console(stderr=True)
-            self._bars = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-            self._task = self._bars.add_task(what)
-            self._bars.start()
-        self._bars.update(self._task, description=what, completed=done, total=total or None)

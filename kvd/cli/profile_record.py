@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvd.cli.output import printable
 from kvd.cli.profile_daemon import Socket, described, export
+from kvd.cli.profile_model import (
+    ModelFolder,
+    ModelId,
+    Notes,
+    Revision,
+    SelectorWeights,
+    check_packages,
+    folder_of,
+    prompts_of,
+)
 from kvd.errors import InvalidArgument
 from kvd.units import Rate, parse_rate
 
 if TYPE_CHECKING:
     from kvd.demo.display import Display
     from kvd.profiling.profile import Profile
-
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
-_CONVERSION = ("gguf",)
 
 
 def rate_of(text: str) -> Rate:
@@ -43,19 +49,9 @@ def record(
         list[Path] | None,
         typer.Option("--texts", metavar="FILE...", help="Texts to run, UTF-8; further ones may follow."),
     ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face model. [default: SmolLM2-135M]"),
-    ] = None,
-    model_id: Annotated[
-        str,
-        typer.Option(
-            "--model-id", metavar="M", help="The model's name in transfers. [default: the folder's]", show_default=False
-        ),
-    ] = "",
-    revision: Annotated[
-        str, typer.Option("--revision", metavar="R", help="Its revision in transfers.", show_default=False)
-    ] = "",
+    model: ModelFolder = None,
+    model_id: ModelId = "",
+    revision: Revision = "",
     selector: Annotated[
         str | None,
         typer.Option(
@@ -65,10 +61,7 @@ def record(
             "[default: quest; from a daemon: none named]",
         ),
     ] = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option("--weights", metavar="FILE", help="The selector's weights, as kvd profile train wrote them."),
-    ] = None,
+    weights: SelectorWeights = None,
     share: Annotated[
         float,
         typer.Option(
@@ -94,7 +87,7 @@ def record(
     from_daemon: Annotated[
         bool, typer.Option("--from-daemon", help="Take what the running daemon has recorded of --model-id.")
     ] = False,
-    notes: Annotated[str, typer.Option("--notes", metavar="TEXT", help="Kept in the file.", show_default=False)] = "",
+    notes: Notes = "",
     socket: Socket = None,
 ) -> None:
     """Record a profile: from a model and texts, or --from-daemon.
@@ -177,7 +170,6 @@ def _from_model(
     from datetime import UTC, datetime
 
     from kvd.demo import inference
-    from kvd.demo import model as demo_model
     from kvd.demo.display import display
     from kvd.demo.texts import read_text
     from kvd.profiling.recorder import Recorder
@@ -189,12 +181,11 @@ def _from_model(
     read_texts = [read_text(path) for path in files]
     shown = display(as_json=False)
     try:
-        if folder is None:
-            folder = demo_model.cached() or demo_model.fetch_and_convert(shown.progress)
-        loaded, tokenizer = inference.load(folder.resolve())
+        folder = folder_of(folder, shown.progress)
+        loaded, tokenizer = inference.load(folder)
         from kvd_client.engines.transformers import spec_of
 
-        spec = spec_of(loaded, model_id or folder.resolve().name, revision)
+        spec = spec_of(loaded, model_id or folder.name, revision)
         if algorithm.weights is not None:
             algorithm.weights.for_model(spec)
         recorder = Recorder(spec.layers, blocks=blocks)
@@ -216,40 +207,5 @@ def _from_model(
     )
 
 
-def check_packages(what: str, folder: Path | None) -> None:
-    """Raise :class:`InvalidArgument` where this Python lacks what running a model needs."""
-    wanted = _PACKAGES + (() if folder else _CONVERSION)
-    if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
-        raise InvalidArgument(
-            f"{what} needs {', '.join(missing)}, which this Python lacks: pip install 'kvd-transport[demo]'",
-            missing=missing,
-        )
-
-
 def _told(shown: Display, what: str, total: int, done: int) -> None:
     shown.progress(what, done, total)
-
-
-def prompts_of(
-    tokenizer: Any, texts: list[str], tokens: int, *, most: int, steps: int, context: int
-) -> list[list[int]]:
-    """Token ids of the prompts of one length, each with the token that begins a text, if the model has one."""
-    from kvd.profiling.run import cut
-
-    if tokens + steps > context:
-        raise InvalidArgument(
-            f"a prompt of {tokens} tokens and {steps} decode steps exceed the model's context of {context}; give "
-            "--tokens or --steps a smaller number",
-            tokens=tokens,
-        )
-    head = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    found = [[*head, *piece] for piece in cut(ids, tokens - len(head), most)]
-    if not found:
-        longest = max(map(len, ids)) + len(head)
-        raise InvalidArgument(
-            f"no text has {tokens} tokens, the longest has {longest}; give longer texts, or --tokens {longest}",
-            tokens=tokens,
-            longest=longest,
-        )
-    return found

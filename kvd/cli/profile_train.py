@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvd.cli.output import printable
-from kvd.cli.profile_record import check_packages, prompts_of
+from kvd.cli.profile_model import ModelFolder, ModelId, Notes, Revision, check_packages, folder_of, prompts_of
 from kvd.errors import InvalidArgument
 
 
@@ -20,19 +20,9 @@ def train(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Weights file to write.", show_default=False)
     ],
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face model. [default: SmolLM2-135M]"),
-    ] = None,
-    model_id: Annotated[
-        str,
-        typer.Option(
-            "--model-id", metavar="M", help="The model's name in transfers. [default: the folder's]", show_default=False
-        ),
-    ] = "",
-    revision: Annotated[
-        str, typer.Option("--revision", metavar="R", help="Its revision in transfers.", show_default=False)
-    ] = "",
+    model: ModelFolder = None,
+    model_id: ModelId = "",
+    revision: Revision = "",
     tokens: Annotated[int, typer.Option("--tokens", min=64, metavar="N", help="Length of each prompt.")] = 512,
     prompts: Annotated[int, typer.Option("--prompts", min=1, metavar="N", help="Most prompts.")] = 8,
     bits: Annotated[
@@ -41,7 +31,7 @@ def train(
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, metavar="N", help="hata: steps of gradient descent. [default: 200]")
     ] = None,
-    notes: Annotated[str, typer.Option("--notes", metavar="TEXT", help="Kept in the file.", show_default=False)] = "",
+    notes: Notes = "",
 ) -> None:
     """Train a selector for a model: the skewing of infinigen, the hashes of hata.
 
@@ -57,7 +47,6 @@ def train(
     kind.training(1, 1, 1, **given)  # before minutes are spent, as all that can be wrong with the options
     check_packages("training", model)
     from kvd.demo import inference
-    from kvd.demo import model as demo_model
     from kvd.demo.display import display
     from kvd.demo.texts import read_text
     from kvd.profiling import calibration
@@ -67,13 +56,13 @@ def train(
     read_texts = [read_text(path) for path in texts]
     shown = display(as_json=False)
     try:
-        folder = model or demo_model.cached() or demo_model.fetch_and_convert(shown.progress)
-        loaded, tokenizer = inference.load(folder.resolve())
+        folder = folder_of(model, shown.progress)
+        loaded, tokenizer = inference.load(folder)
         from kvd_client.engines.transformers import spec_of
 
         context = inference.context_of(loaded)
         work = prompts_of(tokenizer, read_texts, tokens, most=prompts, steps=0, context=context)
-        spec = spec_of(loaded, model_id or folder.resolve().name, revision)
+        spec = spec_of(loaded, model_id or folder.name, revision)
         made = calibration.train(selector, loaded, work, spec=spec, told=shown.progress, notes=notes, **given)
     finally:
         shown.close()

@@ -84,7 +84,7 @@ class TerminalDisplay(Display):
     def progress(self, what: str, done: int, total: int) -> None:
         self._end_text()
         if self._bars is None:
-            self._bars = self._start_bars()
+            self._bars = started_bars(self._err)
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total or None)
         self._bars.update(self._tasks[what], completed=done, total=total or None)
@@ -119,27 +119,38 @@ class TerminalDisplay(Display):
             console.print()
             console.print(table)
 
-    def _start_bars(self) -> Any:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        bars = Progress(*columns, TimeElapsedColumn(), console=Console(file=self._err))
-        bars.start()
-        return bars
-
     def _stop_bars(self) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
             self._tasks.clear()
+
+
+def started_bars(file: TextIO, *, remaining: bool = False) -> Any:
+    """Bars on a terminal, begun (rich.progress.Progress); with the time that is left, if it makes sense."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = [
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    ]
+    if remaining:
+        columns.append(TimeRemainingColumn())
+    bars = Progress(*columns, console=Console(file=file))
+    bars.start()
+    return bars
 
 
 def aligned(rows: Rows, *, numbers: bool = False) -> str:

@@ -1,12 +1,11 @@
 """A workload that changes, and daemons that learn: ``python -m tests.bench.bench_learning FOLDER``.
 
-FOLDER has recordings of real prompts (``*.kvdrecorded``, as :mod:`kvd.profiling.record_run` makes them) of two domains
-at least. Two daemons start with a profile of one domain, as recorded offline (``--before none``: with nothing). Then
-come requests of the other domain, replayed through them: real transfers, whose decode selects what was selected when
-the prompts were recorded. After each the daemon's learnt profile is exported, and judged by prompts that it has not
-seen: the on-demand ratio with a share of the blocks sent, in the order of that profile. It has recovered when that
-ratio is within 5 % of the ratio of a profile recorded afresh from the second domain, from as many steps of the same
-prompts.
+FOLDER has recordings of real prompts of two domains at least, as ``kvd profile selections -o FOLDER`` makes them. Two
+daemons start with a profile of one domain, as recorded offline (``--before none``: with nothing). Then come requests of
+the other domain, replayed through them: real transfers, whose decode selects what was selected when the prompts were
+recorded. After each the daemon's learnt profile is exported, and judged by prompts that it has not seen: the on-demand
+ratio with a share of the blocks sent, in the order of that profile. It has recovered when that ratio is within 5 % of
+the ratio of a profile recorded afresh from the second domain, from as many steps of the same prompts.
 
 Also printed: what counting costs, as a share of a select and of a decode step of the given time.
 """

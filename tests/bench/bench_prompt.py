@@ -1,11 +1,11 @@
 """Importance that knows the prompt, in a running system: ``python -m tests.bench.bench_prompt FOLDER``.
 
-FOLDER has recordings of real prompts (``*.kvdrecorded``, as :mod:`kvd.profiling.record_run` makes them). Each prompt is
-replayed through two daemons, once ordered by a profile of the *other* domains alone, and once with the rankings that
-prefill would have made. Prefill is as fast as the link: of L layers each next one becomes ready when the link has
-carried another part of the given share of the cache, so that a busy machine changes how long it takes, and not what is
-sent. When the share has arrived the first token exists, and the masks of the sink say what is there; the on-demand
-ratio is the share of the entries selected by the recorded decode steps that is not (layers 0 and 1 left out).
+FOLDER has recordings of real prompts, as ``kvd profile selections -o FOLDER`` makes them. Each prompt is replayed
+through two daemons, once ordered by a profile of the *other* domains alone, and once with the rankings that prefill
+would have made. Prefill is as fast as the link: of L layers each next one becomes ready when the link has carried
+another part of the given share of the cache, so that a busy machine changes how long it takes, and not what is sent.
+When the share has arrived the first token exists, and the masks of the sink say what is there; the on-demand ratio is
+the share of the entries selected by the recorded decode steps that is not (layers 0 and 1 left out).
 
 Printed for each share: that ratio in the running system, beside the same order replayed without a network, beside
 orders that know every layer at once, and how much of the gap from the profile to the optimum is closed. The optimum

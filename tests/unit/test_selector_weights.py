@@ -82,7 +82,9 @@ def infinigen_by_formula(scene: Scene, row: int) -> tuple[list[Any], float]:
         a = np.eye(DIM) if s.weights is None else s.weights.arrays["skew"][LAYER, head].astype(np.float64)
         importance = np.abs(prompt @ a).sum((0, 1))
         columns = np.argsort(-importance)[: int(s.columns * DIM)]
-        partial = (keys @ a)[:, columns].astype(np.float16).astype(np.float64)
+        partial = (keys @ a)[:, columns]
+        step = np.ptp(partial, axis=0) / 255
+        partial = np.round((partial - partial.min(0)) / np.where(step > 0, step, 1)) * step  # the least adds nothing
         each = (query @ a)[:, columns] @ partial.T / np.sqrt(DIM)
         behind = each[:, s.sinks :] if s.sinks < each.shape[1] else each
         counts += [int((one > best.max() - s.alpha).sum()) for one, best in zip(each, behind, strict=True)]
@@ -162,8 +164,25 @@ def test_infinigen_chooses_columns_by_the_queries_that_it_was_given() -> None:
     assert not any(array.any() for array in arrays.values()), "not before the queries are there"
     selector.summarize(shape, Chunk(LAYER, 25, keys, queries, scratch), arrays)
     assert arrays["infinigen.columns"].view(np.uint16).tolist() == [3, 7, 12]
-    partial = arrays["infinigen.keys"].view(np.float16).reshape(30, 3)
-    assert (partial == keys[0, 0][:, [3, 7, 12]].half().numpy()).all()
+    expected = keys[0, 0][:, [3, 7, 12]].numpy()
+    steps, codes = arrays["infinigen.steps"].view(np.float32), arrays["infinigen.keys"].reshape(30, 3)
+    np.testing.assert_allclose(steps, np.ptp(expected, axis=0) / 255, rtol=1e-6)
+    assert (codes.min(0) == 0).all()
+    assert (codes.max(0) == 255).all()
+    np.testing.assert_allclose(codes * steps + expected.min(0), expected, atol=steps.max() * 0.51)
+
+
+def test_columns_without_any_difference_add_nothing() -> None:
+    selector, shape = create("infinigen", columns=1.0), Shape((20,), 1, DIM, "bfloat16")
+    keys = torch.full((1, 1, 20, DIM), 8e37, dtype=torch.bfloat16)
+    keys[..., 1] = torch.linspace(-8e37, 8e37, 20)
+    arrays = {a.name: np.full(a.layer_bytes, 0xFF, np.uint8) for a in selector.metadata(shape)}
+    selector.summarize(shape, Chunk(LAYER, 0, keys, torch.ones(1, 1, 20, DIM), {}), arrays)
+    codes = arrays["infinigen.keys"].reshape(20, DIM)
+    assert not np.delete(codes, 1, 1).any()
+    assert (np.diff(codes[:, 1].astype(int)) > 0).all()
+    index = selector.select(shape, torch.full((1, 1, 1, DIM), 1e-38), arrays, [5], layer=LAYER, step=1)
+    assert index.tolist() == [[15, 16, 17, 18, 19]]
 
 
 @pytest.mark.parametrize("form", FORMS)
