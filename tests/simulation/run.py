@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import resource_tracker
 
 import pytest
 
@@ -72,13 +73,14 @@ def prepare(plant: str) -> None:
 
 
 @contextlib.contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Processes started meanwhile leave Ctrl-C to this one."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C comes afterwards; processes started meanwhile leave it to this one."""
+    resource_tracker.ensure_running()  # would be started with the first process, and lets signals through again
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def blocks_of(first: int, count: int) -> tuple[list[int], list[int]]:
@@ -99,7 +101,7 @@ def results(arguments: argparse.Namespace) -> Iterator[Found]:
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, spawn, initializer=prepare, initargs=(arguments.plant,))
     try:
-        with interrupts_ignored():
+        with interrupts_held_back():
             found = pool.map(run, starts, stops)  # starts the processes
         yield from found
     finally:
@@ -117,6 +119,7 @@ def main() -> int:
     began = said = time.perf_counter()
     found = Found()
     try:
+        print(f"{arguments.count} seeds from {arguments.seed} on", flush=True)
         for one in results(arguments):
             found.add(one)
             if found.failed and not arguments.keep_going:
@@ -125,7 +128,7 @@ def main() -> int:
                 said = time.perf_counter()
                 print(f"{found.seeds} seeds, {found.steps} steps, {said - began:.0f} s", flush=True)
     except KeyboardInterrupt:
-        print(f"interrupted after {found.seeds} seeds from {arguments.seed} on: {len(found.failed)} failed")
+        print(f"interrupted after {found.seeds} seeds, of which {len(found.failed)} failed")
         return 130
     seconds = time.perf_counter() - began
     if found.failed:
