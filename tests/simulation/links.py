@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from .node import Node
     from .requests import Attempt
 
-CONTROL, DATA, URGENT = 0, 1, 2
-"""The connections of a session; each delivers in order, none waits for another."""
+CONTROL, URGENT, BULK = 0, 1, 2
+"""The connections of a session, or their queue pairs: each keeps its order, none waits for another. Bulk has as many as
+the world says, from :data:`BULK` on."""
 
 
 class Violation(AssertionError):
@@ -50,8 +51,12 @@ class End:
     node: Node
     life: int
     number: ev.SessionId
-    last: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
-    """When the last thing sent on each connection arrives."""
+    last: dict[int, float] = dataclasses.field(default_factory=dict)
+    """By connection: when the last thing sent on it arrives."""
+    told: dict[int, float] = dataclasses.field(default_factory=dict)
+    """When the peer hears of the last write that has arrived."""
+    completed: dict[int, float] = dataclasses.field(default_factory=dict)
+    """When the last completion is here."""
     operations: dict[int, Write] = dataclasses.field(default_factory=dict)
     in_flight: int = 0
     """Bulk bytes that were submitted and have not completed."""
@@ -62,6 +67,12 @@ class End:
     def peer(self) -> End:
         first, second = self.session.ends
         return second if first is self else first
+
+
+def in_order(times: dict[int, float], connection: int, time: float) -> float:
+    """When something happens that may as well at ``time``, but not before what went the same way."""
+    times[connection] = time = max(times.get(connection, 0.0), time)
+    return time
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -98,7 +109,10 @@ class Record:
 
 @dataclasses.dataclass(eq=False)
 class Write(abc.ABC):
-    """Something on its way into a sink's memory, in stages that follow each other on one connection."""
+    """Something on its way into a sink's memory, in stages that follow each other on one connection.
+
+    With several queue pairs it is as with a NIC: what is on another overtakes it, and of its end the two sides are told
+    each in its own time, so that a completion may be seen before the sink has heard of the data, or long after."""
 
     record: Record
     end: End
@@ -108,7 +122,11 @@ class Write(abc.ABC):
     started: bool = dataclasses.field(default=False, init=False)
     dead: bool = dataclasses.field(default=False, init=False)
 
-    connection = DATA
+    connection: int = dataclasses.field(default=BULK, init=False)
+
+    def connection_of(self, stage: Callable[[], None]) -> int:
+        """On which a stage goes: all on the same, since nothing else keeps their order."""
+        return self.connection
 
     @abc.abstractmethod
     def stages(self) -> list[Callable[[], None]]:
@@ -123,12 +141,24 @@ class Write(abc.ABC):
         return ev.WriteCompleted(self.record.transfer, self.write, error)
 
     def notify(self) -> None:
-        node, peer = self.end.node, self.end.peer
         if self.dead or self._lease() is None:
             return
-        if peer.node.life == peer.life:
+        world = self.end.node.world
+        if world.queue_pairs == 1:
+            self._tell()
+        else:
+            world.at(in_order(self.end.told, self.connection, world.now + world.delay()), self._tell)
+        self._complete(None)
+
+    def _tell(self) -> None:
+        peer = self.end.peer
+        if peer.node.life == peer.life and not self.end.session.broken:
             peer.node.feed(self.news(peer.number))
-        node.later(node.world.delay(), node.complete, self, None)
+
+    def _complete(self, error: KvdError | None) -> None:
+        node, end = self.end.node, self.end
+        time = in_order(end.completed, self.connection, node.world.now + node.world.delay())
+        node.at(time, node.complete, self, error)
 
     def _lease(self) -> Lease | None:
         """The granted memory, or None: then the fabric has refused the write."""
@@ -136,9 +166,7 @@ class Write(abc.ABC):
         grant = peer.node.memory.grants.get(self.record.token) if peer.node.life == peer.life else None
         if grant is None or grant.revoked:
             self.dead = True
-            error = RemoteAccessError("the far side refused a write: the memory is not granted any more")
-            node = self.end.node
-            node.later(node.world.delay(), node.complete, self, error)
+            self._complete(RemoteAccessError("the far side refused a write: the memory is not granted any more"))
             return None
         self.end.node.world.dirty.append(grant.lease.slab)
         return grant.lease
@@ -213,7 +241,8 @@ class FetchAnswer(Write):
     staged: Bytes
     descriptors: Descriptors
 
-    connection = URGENT
+    def __post_init__(self) -> None:
+        self.connection = URGENT
 
     def stages(self) -> list[Callable[[], None]]:
         return [self.place_first_half, self.place_second_half, self.notify]

@@ -19,15 +19,24 @@ from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
 from kvd.transfer.core import Settings, TransferCore
 from kvd.types import Role
+from kvd.wire import messages as wire
 from kvd.wire.messages import WireMessage
 from kvd_client.spec import MASK_LOCAL, TokenRange
 
 from . import selective, tensors
-from .links import CONTROL, End, FetchAnswer, Operation, Record, Violation, Write
-from .memory import Bytes, Grant, Memory
+from .links import BULK, CONTROL, End, FetchAnswer, Operation, Record, Violation, Write, in_order
+from .memory import Bytes, Grant, Memory, every, some
 
 if TYPE_CHECKING:
     from .world import World
+
+
+TIMELESS = frozenset(
+    (ev.LayerReady, ev.MetadataReady, ev.BlocksRanked, ev.IdleWindow, ev.FetchRequested, ev.FetchServed,
+     ev.FetchArrived, ev.TokensArrived, ev.MetadataArrived, ev.Regrouped, ev.Staged, wire.Delivered, wire.Idle,
+     wire.Fetch, wire.FetchFailed, wire.Staged, wire.Pulled)
+)  # fmt: skip
+"""Events and messages after which nothing waits for a time that it did not wait for before."""
 
 
 class Node:
@@ -90,6 +99,10 @@ class Node:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
+    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
+        """Do it at a time, if this life lasts so long."""
+        self.world.at(time, self._if_alive, self.life, action, args)
+
     def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
         self.world.at(self.world.now + delay, self._if_alive, self.life, action, args)
 
@@ -99,13 +112,18 @@ class Node:
 
     def feed(self, event: ev.Event) -> None:
         world = self.world
-        world.note(self, "<-", event)
+        told = world.story is not None
+        if told:
+            world.note(self, "<-", event)
         for instruction in self.core.handle(event, world.now):
-            world.note(self, "  ->", instruction)
+            if told:
+                world.note(self, "  ->", instruction)
             self.instructions += 1
             self.execute[type(instruction)](instruction)
         if self.failed:
             self._check_siblings()
+        if type(event.message if isinstance(event, ev.MessageReceived) else event) in TIMELESS:
+            return
         due = self.core.next_timer()
         if due is not None and isinstance(event, ev.Tick) and due <= world.now:
             raise Violation(f"{self.name}: a tick at {world.now} leaves a timer of {due}")
@@ -167,8 +185,7 @@ class Node:
             self.feed(ev.SessionReady(transfer, end.number, name))
 
     def transmit(self, end: End, message: WireMessage) -> None:
-        arrival = max(end.last[CONTROL], self.world.now + self.world.delay())
-        end.last[CONTROL] = arrival
+        arrival = in_order(end.last, CONTROL, self.world.now + self.world.delay())
         self.world.at(arrival, self._deliver, end, message)
 
     def _deliver(self, end: End, message: WireMessage) -> None:
@@ -246,13 +263,13 @@ class Node:
     def check_sent(self, record: Record, layer: int, r: TokenRange, piece: Any) -> None:
         """Note tokens as sent; each may be, once."""
         name = self.name
-        if not 0 <= r.start < r.stop <= record.lengths[r.row] or not record.lease.known[piece].all():
+        if not 0 <= r.start < r.stop <= record.lengths[r.row] or not every(record.lease.known[piece]):
             raise Violation(f"{name}: part {record.transfer} sends {r}, which was never rung", record.request)
-        if record.lease.sent[piece].any():
+        if some(record.lease.sent[piece]):
             raise Violation(f"{name}: part {record.transfer} sends {r} of layer {layer} twice", record.request)
         record.lease.sent[piece] = True
         if record.sink is not None:
-            if record.sink.known[piece].any():
+            if some(record.sink.known[piece]):
                 raise Violation(f"{name}: part {record.transfer} sends {r}, which the sink holds", record.request)
             record.sink.sent[piece] = True
 
@@ -281,11 +298,12 @@ class Node:
         operation.end.operations[operation.write] = operation
 
     def schedule(self, operation: Write) -> None:
-        world, end, connection = self.world, operation.end, operation.connection
+        world, end = self.world, operation.end
+        if operation.connection >= BULK and world.queue_pairs > 1:
+            operation.connection = BULK + world.rng.randrange(world.queue_pairs)
         for number, stage in enumerate(operation.stages()):
-            arrival = max(end.last[connection], world.now + (0.001 if number else world.delay()))
-            end.last[connection] = arrival
-            world.at(arrival, self._advance, operation, stage)
+            soon = world.now + (0.001 if number else world.delay() + world.stall())
+            world.at(in_order(end.last, operation.connection_of(stage), soon), self._advance, operation, stage)
 
     def _advance(self, operation: Write, stage: Callable[[], None]) -> None:
         if not operation.dead and not operation.end.session.broken:
@@ -323,7 +341,7 @@ class Node:
     def _publish(self, instruction: do.Publish) -> None:
         record = self.live(instruction.transfer, "Publish")
         lease = record.lease
-        here = int((lease.sent & (lease.mask == MASK_LOCAL)).sum()) * lease.layout.token_bytes
+        here = (lease.sent & (lease.mask == MASK_LOCAL)).tobytes().count(1) * lease.layout.token_bytes
         if instruction.bytes_done > here or not 0 <= instruction.new_bytes <= instruction.bytes_done:
             raise Violation(f"{self.name}: {instruction}, but {here} bytes are in place", record.request)
         record.attempt.on_progress()
@@ -341,12 +359,12 @@ class Node:
             raise Violation(f"{self.name}: part {record.transfer} ends past its deadline", record.request)
         if record.role is Role.SINK and record.code == "OK" and not record.released:
             for row, length in enumerate(record.lengths):
-                if not (record.lease.mask[:, row, :length] == MASK_LOCAL).all():
+                if not every(record.lease.mask[:, row, :length] == MASK_LOCAL):
                     raise Violation(
                         f"{self.name}: part {record.transfer} is delivered, and row {row} is not all here",
                         record.request,
                     )
-            if not (record.lease.metadata_mask == MASK_LOCAL).all():
+            if not every(record.lease.metadata_mask == MASK_LOCAL):
                 raise Violation(f"{self.name}: part {record.transfer} is delivered without metadata", record.request)
         if record.code != "OK":
             self.failed.append(record)
@@ -380,11 +398,8 @@ class Node:
         """The memory is free, and often somebody else's at once, with other bytes in it."""
         self.memory.give_back(record.lease)
         if self.world.chance(0.5):
-            lease = self.memory.take(record.lease.layout, record.lengths, record)
-            assert lease is not None
-            lease.memory[:] = self.world.rng.randrange(256)
-            lease.frozen = lease.memory.copy()
-            self.later(self.world.rng.random() * 2, self.memory.give_back, lease)
+            stranger = self.memory.take_for_stranger(self.world.rng.randrange(256), record)
+            self.later(self.world.rng.random() * 2, self.memory.give_back, stranger)
 
     def _close_session(self, instruction: do.CloseSession) -> None:
         end = self.ends.get(instruction.session)
@@ -434,8 +449,8 @@ class Node:
                 raise Violation(f"{self.name}: at the end there are still {name}: {things}", self._whose(things))
         if self.core.unfinished or self.core.next_timer() is not None:
             raise Violation(f"{self.name}: at the end something is unfinished")
-        if len(self.memory.free) != self.slabs:
-            raise Violation(f"{self.name}: {self.slabs - len(self.memory.free)} leases were not given back")
+        if self.memory.taken:
+            raise Violation(f"{self.name}: {self.memory.taken} leases were not given back")
         for record in self.records.values():
             if not record.code or not record.freed:
                 raise Violation(f"{self.name}: part {record.transfer} never ended", record.request)

@@ -149,6 +149,8 @@ def _draw_tensors(rng: random.Random, plan: Plan) -> None:
     if rng.random() < 0.4:
         plan.sink_placement = draw_placement(rng, entry)
         plan.pull = rng.random() < 0.5
+        if rng.random() < 0.3:
+            plan.sink_mode = "full"  # the only one that has units of a layer or all
         if plan.pull:
             # Each piece takes two more messages and the time of a regroup: in a world of slow links and pieces of a
             # token, a minute is too short for an undisturbed transfer.

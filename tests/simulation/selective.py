@@ -19,7 +19,7 @@ from kvd.types import Path, Role
 from kvd_client.spec import MASK_LOCAL
 
 from .links import End, FetchAnswer, MetadataWrite, Record, Violation
-from .memory import Bytes
+from .memory import Bytes, every, some
 
 if TYPE_CHECKING:
     from .node import Node
@@ -56,7 +56,7 @@ def check_tokens(node: Node, record: Record, end: End, path: Path, layer: int, t
             f"{node.name}: part {record.transfer} pushes layer {layer} after the first token",
             record.request,
         )
-    if (lease.metadata_known & ~lease.metadata_sent).any():
+    if some(lease.metadata_known > lease.metadata_sent):
         raise Violation(f"{node.name}: part {record.transfer} sends tokens before its metadata", record.request)
 
 
@@ -148,7 +148,7 @@ def fill_fetch(node: Node, instruction: do.FillFetch) -> None:
     if record is None or record.freed or record.code != "OK":
         raise Violation(f"{node.name}: {instruction} for a part that is not delivered, or freed")
     for row, length in enumerate(record.lengths):
-        if not (record.lease.mask[:, row, :length] == MASK_LOCAL).all():
+        if not every(record.lease.mask[:, row, :length] == MASK_LOCAL):
             raise Violation(f"{node.name}: {instruction}, but row {row} is not all here", record.request)
     error: KvdError | None = None
     try:
@@ -208,7 +208,7 @@ def _wrong_landing(record: Record, request: ev.FetchRequested) -> str:
                 expected.append(record.source.lease.expected[at])  # the sink held its own
             start = request.offset + group * request.stride + place * size
             landed = lease.memory[start : start + size]
-            if not any((landed == one).all() for one in expected):
+            if not any(every(landed == one) for one in expected):
                 return (
                     f"token {token}, row {row}, head {head}, layer {request.layer} landed as {landed.tolist()} "
                     f"instead of {expected[0].tolist()}"

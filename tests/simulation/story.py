@@ -11,8 +11,9 @@ from .node import Node
 from .world import World
 
 
-def tell(seed: int) -> str:
-    """What goes wrong with this seed, and everything that concerns the request; empty if nothing does."""
+def tell(seed: int, options: str = "") -> str:
+    """What goes wrong with this seed, and everything that concerns the request; empty if nothing does. ``options`` go
+    into the replay command."""
     story: list[tuple[float, Node | None, str, Any]] = []
     world: World | None = None
     try:
@@ -36,7 +37,7 @@ def tell(seed: int) -> str:
     return "\n".join(
         [
             f"seed {seed}: {wrong}",
-            f"replay: python -m tests.simulation.run --seed {seed}",
+            f"replay: python -m tests.simulation.run --seed {seed}{options}",
             f"story of {request or 'everything'} (<- what happened to a core, -> what it wanted), last {len(shown)}:",
             *shown,
         ]

@@ -6,13 +6,13 @@ gives the same run, so that a failure is told again, this time with the story wr
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
 from kvd.errors import ShuttingDown
+from kvd.sim.clock import Clock
 from kvd.transfer import events as ev
 from kvd.transfer.core import Settings
 from kvd.transfer.policy import Profiled, Selective
@@ -21,7 +21,7 @@ from kvd.wire import messages as wire
 from kvd_client.protocol import MODES
 from kvd_client.spec import TokenRange
 
-from .links import DATA, End, Session, Violation
+from .links import End, Session, Violation
 from .memory import Slab
 from .node import Node
 from .requests import Attempt, Plan, draw_fault, make_plan
@@ -32,26 +32,34 @@ MAX_STEPS = 40_000
 class World:
     """``story``: a list to write everything down in, or None."""
 
+    CALM = 0.35
+    """How many of the worlds are."""
+    CHUNKS: tuple[int, ...] = (1, 16, 40, 1000)
+    SLABS: tuple[int, ...] = (6, 40)
+    """Of a node."""
+
     def __init__(self, seed: int, story: list[tuple[float, Node | None, str, Any]] | None = None) -> None:
         self.seed = seed
         self.story = story
         self.rng = rng = random.Random(seed)
-        self.now = 0.0
-        self.steps = 0
+        self.clock = Clock()
+        self.at = self.clock.at
+        """Call something at a time."""
+        self.most_steps = MAX_STEPS
         self.dirty: list[Slab] = []
         self.plans: list[Plan] = []
         self.attempts: list[Attempt] = []
         self.nodes: dict[str, Node] = {}
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._order = itertools.count()
         self._clients = itertools.count(1)
-        self.calm = rng.random() < 0.35
+        self.calm = rng.random() < self.CALM
         """Nothing goes wrong but what harmless strangers do."""
         self.before_closing: Callable[[], object] = lambda: None
         """Called once all is quiet, before the sessions are closed."""
         self.slow = rng.choice((0.0, 0.0, 0.05))
+        self.queue_pairs = rng.choice((1, 1, 2, 4))
+        """For bulk, of each session. Where there are several, each stalls now and then, as for a packet sent again."""
         self.connect_failure = 0.0 if self.calm else rng.choice((0.0, 0.1))
-        chunk = rng.choice((1, 16, 40, 1000))
+        chunk = rng.choice(self.CHUNKS)
         self.profiled: dict[str, Profiled] = {}
         """By request, which is also the selector's name."""
         selective = Selective(
@@ -69,52 +77,70 @@ class World:
             profiled=lambda spec, selector, lengths: self.profiled.get(selector, Profiled()),
         )
         for name in ("a", "b", "c", "d")[: rng.choice((2, 2, 3, 4))]:
-            self.nodes[name] = Node(self, name, settings, 40 if self.calm else rng.choice((6, 40)))
+            self.nodes[name] = Node(self, name, settings, self.SLABS[-1] if self.calm else rng.choice(self.SLABS))
+        self.draw_load()
+
+    def draw_load(self) -> None:
+        """Decide who wants what, and what goes wrong."""
+        rng = self.rng
         for number in range(rng.randint(1, 6)):
-            self._add_request(make_plan(self, number, list(self.nodes)))
+            self.add_request(make_plan(self, number, list(self.nodes)))
         for _ in range(rng.randint(0, 3)):
-            self.at(rng.uniform(0.0, 6.0), self._stray)
+            self.at(rng.uniform(0.0, 6.0), self.stray)
         if not self.calm:
             self._add_faults()
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
-    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self._queue, (time, next(self._order), action, args))
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    @property
+    def steps(self) -> int:
+        return self.clock.calls
 
     def delay(self) -> float:
         if self.slow and self.rng.random() < self.slow:
             return 0.5 + self.rng.random()
         return self.rng.random() * 0.02
 
+    def stall(self) -> float:
+        """How long a queue pair stands still before a write."""
+        return self.rng.random() if self.queue_pairs > 1 and self.rng.random() < 0.04 else 0.0
+
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
 
     def run(self) -> None:
-        self._until_quiet()
+        self.until_quiet()
+        self.before_closing()
+        self.close()
+
+    def until_quiet(self) -> None:
+        """Go on until nothing is left to happen: everything has ended then, as it must, and was given back."""
+        self.clock.run(self._check, every=1)
         for node in self.nodes.values():
             if node.up:
                 node.check_empty(sessions=False)
         for plan in self.plans:
             self._check_outcome(plan)
-        self.before_closing()
+
+    def close(self) -> None:
+        """End the sessions, and see that nothing remembers them."""
         for node in self.nodes.values():
             for end in list(node.ends.values()):
                 self.break_session(end.session)
-        self._until_quiet()
+        self.clock.run(self._check, every=1)
         for node in self.nodes.values():
             if node.up:
                 node.check_empty(sessions=True)
 
-    def _until_quiet(self) -> None:
-        while self._queue:
-            self.now, _, action, args = heapq.heappop(self._queue)
-            self.steps += 1
-            if self.steps > MAX_STEPS:
-                raise Violation(f"no rest after {MAX_STEPS} steps")
-            action(*args)
-            if self.dirty:
-                self._check_memory()
+    def _check(self) -> None:
+        if self.steps > self.most_steps:
+            raise Violation(f"no rest after {self.most_steps} steps")
+        if self.dirty:
+            self._check_memory()
 
     def _check_memory(self) -> None:
         for slab in self.dirty:
@@ -170,7 +196,7 @@ class World:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _add_request(self, plan: Plan) -> None:
+    def add_request(self, plan: Plan) -> None:
         rng = self.rng
         self.plans.append(plan)
         if not self.calm:
@@ -239,7 +265,7 @@ class World:
 
     # --- strangers and faults -----------------------------------------------------------------------------------------
 
-    def _stray(self) -> None:
+    def stray(self) -> None:
         """A peer names parts that are not its own, or not there: nothing may come of it."""
         rng = self.rng
         ends = [end for node in self.nodes.values() for end in node.ends.values() if not end.session.broken]
@@ -278,15 +304,15 @@ class World:
     def _add_faults(self) -> None:
         rng = self.rng
         for _ in range(rng.choice((0, 0, 1, 2))):
-            self.at(rng.uniform(0.0, 4.0), self._break_something)
+            self.at(rng.uniform(0.0, 4.0), self.break_something)
         if rng.random() < 0.25:
-            self.at(rng.uniform(0.0, 4.0), self._crash, rng.choice(list(self.nodes.values())))
+            self.at(rng.uniform(0.0, 4.0), self.crash, rng.choice(list(self.nodes.values())))
         if rng.random() < 0.2:
-            self.at(rng.uniform(0.0, 4.0), self._drain, rng.choice(list(self.nodes.values())))
+            self.at(rng.uniform(0.0, 4.0), self.drain, rng.choice(list(self.nodes.values())))
         if rng.random() < 0.1:
-            self.at(rng.uniform(0.0, 4.0), self._lie)
+            self.at(rng.uniform(0.0, 4.0), self.lie)
 
-    def _break_something(self) -> None:
+    def break_something(self) -> None:
         ends = [end for node in self.nodes.values() for end in node.ends.values() if not end.session.broken]
         if ends:
             self.break_session(self.rng.choice(ends).session)
@@ -296,7 +322,7 @@ class World:
             if node.name in plan.nodes:
                 self.disturb(plan, why)
 
-    def _crash(self, node: Node) -> None:
+    def crash(self, node: Node) -> None:
         self._disturb_node(node, "node crashed")
         if node.up:
             self.note(node, "crashes", "")
@@ -316,7 +342,7 @@ class World:
                         attempt.plan, attempt.role, attempt.rank, self.new_client(), attempt.as_, self.rng.random()
                     )
 
-    def _drain(self, node: Node) -> None:
+    def drain(self, node: Node) -> None:
         self._disturb_node(node, "node drains")
         if node.up:
             node.feed(ev.DrainRequested())
@@ -327,16 +353,15 @@ class World:
         for record in node.records.values():
             if not record.code:
                 raise Violation(f"{node.name}: stopped, and part {record.transfer} has not ended", record.request)
-        self._crash(node)
+        self.crash(node)
 
-    def _lie(self) -> None:
+    def lie(self) -> None:
         """A peer claims tokens or metadata that do not exist: the session must end."""
         for node in self.nodes.values():
             for transfer, part in node.core.parts.items():
                 end = node.ends.get(part.session) if part.session is not None else None
                 if part.role is Role.SINK and not part.ended and end is not None:
                     ranges = [TokenRange(0, 0, 1), TokenRange(0, 0, 1000)]
-                    end.peer.last[DATA] = max(end.peer.last[DATA], self.now)
                     if self.rng.random() < 0.5:
                         node.feed(ev.TokensArrived(end.number, wire.Arrived(transfer, 0, ranges)))
                     else:
