@@ -4,10 +4,9 @@ import pytest
 
 from kvd.fabric import registry
 
-pytest.register_assert_rewrite("kvd.fabric.conformance", "kvd.fabric.conformance_faults")
+pytest.register_assert_rewrite("kvd.fabric.conformance")
 
-from kvd.fabric.conformance import FabricConformance  # noqa: E402
-from kvd.fabric.conformance_faults import FabricFaults  # noqa: E402
+from kvd.fabric.conformance import FabricConformance, FabricFaults  # noqa: E402
 
 
 class TestLoopback(FabricConformance, FabricFaults):
