@@ -34,8 +34,6 @@ from kvd_client.layouts import TensorMap
 from kvd_client.mapping import Mapping
 from kvd_client.protocol import (
     PROTOCOL_VERSION,
-    RING_SLOTS,
-    SLOT_FAILED,
     CacheOpened,
     CloseCache,
     Ended,
@@ -51,6 +49,7 @@ from kvd_client.protocol import (
     Welcome,
     encode,
 )
+from kvd_client.ring import RING_SLOTS, SLOT_FAILED
 from kvd_client.stream import Stream, StreamEnded
 
 T = TypeVar("T")
