@@ -3,10 +3,7 @@
 import pytest
 
 from kvd.fabric import registry
-
-pytest.register_assert_rewrite("kvd.fabric.conformance")
-
-from kvd.fabric.conformance import FabricConformance, FabricFaults  # noqa: E402
+from kvd.fabric.conformance import FabricConformance, FabricFaults
 
 
 class TestLoopback(FabricConformance, FabricFaults):

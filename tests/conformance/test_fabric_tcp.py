@@ -5,11 +5,8 @@ import functools
 import pytest
 import uvloop
 
+from kvd.fabric.conformance import FabricConformance, FabricFaults
 from kvd.fabric.tcp import TcpFabric
-
-pytest.register_assert_rewrite("kvd.fabric.conformance")
-
-from kvd.fabric.conformance import FabricConformance, FabricFaults  # noqa: E402
 
 
 class TestTcpOnAsyncio(FabricConformance):
