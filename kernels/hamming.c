@@ -5,20 +5,9 @@
  * rounded to a float by itself. Lanes are bits of the code, so vectors change nothing about that; fused multiply-add would,
  * and setup passes -ffp-contract=off against compilers that fuse by themselves.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "native.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define HAVE_AVX2 1
-#include <immintrin.h>
-#define AVX2 __attribute__((target("avx2,popcnt")))
-#else
-#define HAVE_AVX2 0
-#endif
-
-#define RELEASE_WORK ((size_t)64 << 10) /* steps of a few to the nanosecond: see RELEASE_BYTES in native.c */
+#define RELEASE_WORK ((size_t)64 << 10) /* steps of a few to the nanosecond: see RELEASE_BYTES */
 #define WORD_BITS 64
 
 /* ---------------------------------------------------------------- making codes */

@@ -10,7 +10,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_AVX2 1
 #include <immintrin.h>
-#define AVX2 __attribute__((target("avx2")))
+#define AVX2 __attribute__((target("avx2,popcnt"))) /* every processor with the one has the other */
 #else
 #define HAVE_AVX2 0
 #endif
@@ -62,28 +62,38 @@ AVX2 static inline void stream_row(char *target, const char *source, size_t byte
 }
 #endif
 
-/* ---------------------------------------------------------------- compressing */
+/* ---------------------------------------------------------------- what native.c makes a module of */
 
+#define KERNEL(name)                   \
+    extern const char name##_doc[];    \
+    PyObject *name(PyObject *self, PyObject *args)
+
+/* copies.c */
+KERNEL(kvd_move);
+KERNEL(kvd_copy_runs);
+
+/* indices.c */
+KERNEL(kvd_partition);
+KERNEL(kvd_token_entries);
+KERNEL(kvd_accumulate);
 #if HAVE_AVX2
-/* Of each set of lanes the lanes, ascending: native.c fills it when the module is imported. */
-extern uint8_t kvd_compress[256][8];
+extern uint8_t kvd_compress[256][8]; /* of each set of lanes the lanes, ascending */
+void kvd_fill_compress(void);        /* once, before the first use */
 #endif
 
-/* ---------------------------------------------------------------- topk.c */
+/* hamming.c */
+KERNEL(kvd_sign_codes);
+KERNEL(kvd_hamming);
 
-extern const char kvd_top_k_doc[];
-PyObject *kvd_top_k(PyObject *self, PyObject *args);
+/* topk.c */
+KERNEL(kvd_top_k);
 
-/* ---------------------------------------------------------------- regroup.c */
+/* regroup.c */
+KERNEL(kvd_regroup);
+KERNEL(kvd_zero);
 
-extern const char kvd_regroup_doc[], kvd_zero_doc[];
-PyObject *kvd_regroup(PyObject *self, PyObject *args);
-PyObject *kvd_zero(PyObject *self, PyObject *args);
-
-/* ---------------------------------------------------------------- blocks.c */
-
-extern const char kvd_encode_bfp_doc[], kvd_decode_bfp_doc[];
-PyObject *kvd_encode_bfp(PyObject *self, PyObject *args);
-PyObject *kvd_decode_bfp(PyObject *self, PyObject *args);
+/* blocks.c */
+KERNEL(kvd_encode_bfp);
+KERNEL(kvd_decode_bfp);
 
 #endif

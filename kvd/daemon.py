@@ -40,6 +40,7 @@ from kvd.transfer.policy import Selective
 from kvd.types import NodeId
 from kvd.wire.messages import WIRE_VERSION, Learnt, PeerMessage
 from kvd_client import protocol as api
+from kvd_client.statuses import TransferStatus
 
 log = structlog.get_logger("kvd.daemon")
 
@@ -387,7 +388,7 @@ class Daemon:
             memory=self._pool.status(),
             peers=peers,
             transfers=[
-                api.TransferStatus(
+                TransferStatus(
                     transfer=part.transfer,
                     request=part.request,
                     role=part.role.value,

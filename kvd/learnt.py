@@ -32,8 +32,9 @@ from kvd.profiling.profile import MAX_BLOCKS, MAX_NAME, Parameter, Profile, Prof
 from kvd.profiling.recorder import group_range
 from kvd.types import NodeId
 from kvd.wire import messages as wire
-from kvd_client.protocol import MAX_FRAME, LearntStatus
+from kvd_client.protocol import MAX_FRAME
 from kvd_client.spec import MAX_ENTRY_BYTES, MAX_HEADS, MAX_LAYERS, KVSpec
+from kvd_client.statuses import LearntStatus
 
 log = structlog.get_logger("kvd.learnt")
 

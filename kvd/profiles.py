@@ -22,8 +22,8 @@ from kvd.profiling.profile import Profile, ProfileGroup, for_model
 from kvd.profiling.recorder import group_range
 from kvd.transfer.policy import Profiled
 from kvd.types import NodeId
-from kvd_client.protocol import ProfileStatus, RecordingStatus
 from kvd_client.spec import KVSpec
+from kvd_client.statuses import ProfileStatus, RecordingStatus
 
 log = structlog.get_logger("kvd.profiles")
 

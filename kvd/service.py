@@ -26,6 +26,7 @@ from kvd.transfer.parties import Session
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
 from kvd_client import protocol as api
+from kvd_client import ring
 from kvd_client.spec import MAX_ROWS, MAX_TOKENS, PartLayout, part_layout
 
 log = structlog.get_logger("kvd.service")
@@ -43,7 +44,7 @@ class _Opened:
     slot: int
     generation: int
     progress: int = 0
-    state: int = api.SLOT_OPEN
+    state: int = ring.SLOT_OPEN
     bytes_done: int = 0
     request: api.OpenSource | api.OpenSink | None = None
     layout: PartLayout | None = None
@@ -128,12 +129,12 @@ class Service:
         """One event of a client's ring; those of transfers it does not have (any more) are dropped."""
         if not self._mine(client, transfer):
             return
-        if kind == api.EVENT_LAYER_READY:
-            rows = None if row == api.ALL_ROWS else row
+        if kind == ring.EVENT_LAYER_READY:
+            rows = None if row == ring.ALL_ROWS else row
             self._engine.submit(ev.LayerReady(transfer, layer, rows, start, stop))
-        elif kind == api.EVENT_IDLE:
+        elif kind == ring.EVENT_IDLE:
             self._engine.submit(ev.IdleWindow(transfer, layer))
-        elif kind == api.EVENT_METADATA_READY:
+        elif kind == ring.EVENT_METADATA_READY:
             self._engine.submit(ev.MetadataReady(transfer, layer))
 
     def client_lost(self, client: ClientSession) -> None:
@@ -158,7 +159,7 @@ class Service:
         """Tell the process how its transfer ended."""
         opened = self._opened.get(transfer)
         if opened is not None:
-            opened.state = api.SLOT_DELIVERED if code == "OK" else api.SLOT_FAILED
+            opened.state = ring.SLOT_DELIVERED if code == "OK" else ring.SLOT_FAILED
             opened.progress += 1
             opened.client.push(api.Ended(transfer=transfer, code=code, message=message, fields=fields))
             self._show(opened)
@@ -348,7 +349,7 @@ class Service:
 
     def _set_wake(self, client: ClientSession) -> None:
         wanted = any(opened.wants_windows for opened in self._opened.values() if opened.client is client)
-        client.set_wake(api.WAKE_LAYER_READY | (api.WAKE_IDLE if wanted else 0))
+        client.set_wake(ring.WAKE_LAYER_READY | (ring.WAKE_IDLE if wanted else 0))
 
     async def _reject(self, request: api.Reject) -> Answer:
         node = parse_handle(request.handle).node if request.handle else request.source

@@ -6,8 +6,9 @@ from types import TracebackType
 
 import numpy as np
 
-from kvd_client.connection import Connection, OpenedCache
+from kvd_client.connection import Connection
 from kvd_client.layouts import Placement
+from kvd_client.parts import OpenedCache
 from kvd_client.spec import PartLayout
 from kvd_client.tensors import DeviceTensors, Indices
 

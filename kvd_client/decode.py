@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvd_client.arrays import Bytes, check_fits, items_of
-from kvd_client.connection import Connection, Part, raise_if_failed
+from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
-from kvd_client.protocol import (
-    ALL_ROWS,
-    EVENT_IDLE,
-)
+from kvd_client.parts import Part, raise_if_failed
+from kvd_client.ring import ALL_ROWS, EVENT_IDLE
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, TokenRange
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import threading
 
 from kvd_client.errors import ProtocolError
 from kvd_client.mapping import check_memfd
-from kvd_client.protocol import (
+from kvd_client.protocol import PROTOCOL_VERSION
+from kvd_client.ring import (
     EVENT_IDLE,
-    PROTOCOL_VERSION,
     RING_BYTES,
     RING_CLOSED_OFFSET,
     RING_EVENT,

@@ -8,16 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.arrays import Bytes, items_of
-from kvd_client.connection import raise_if_failed
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
-from kvd_client.protocol import (
-    ALL_ROWS,
-    EVENT_LAYER_READY,
-    EVENT_METADATA_READY,
-    SLOT_DELIVERED,
-    Finish,
-    RankBlocks,
-)
+from kvd_client.parts import raise_if_failed
+from kvd_client.protocol import Finish, RankBlocks
+from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, EVENT_METADATA_READY, SLOT_DELIVERED
 
 if TYPE_CHECKING:
     pass

@@ -1,8 +1,9 @@
-"""The local API: messages between an inference process and its node's daemon, their framing, and the shared ring.
+"""The local API: messages between an inference process and its node's daemon, and their framing.
 
-This is the only definition of the API; the daemon imports it from here. A frame is a 4-byte little-endian length
-and that many bytes of msgpack, holding a map with a ``type`` key. msgpack checks the bytes against hard limits
-(:func:`unpack`), then msgspec checks the types (:func:`decode_request`, :func:`decode_reply`).
+This, :mod:`kvd_client.statuses` and the shared :mod:`kvd_client.ring` are the only definition of the API; the daemon
+imports it from here. A frame is a 4-byte little-endian length and that many bytes of msgpack, holding a map with a
+``type`` key. msgpack checks the bytes against hard limits (:func:`unpack`), then msgspec checks the types
+(:func:`decode_request`, :func:`decode_reply`).
 
 The client speaks first (:class:`Hello`); the daemon answers each request with one reply that carries the request's
 ``id``. Replies with ``id`` 0 are unasked: :class:`Ended`. File descriptors travel by SCM_RIGHTS with the frame's
@@ -23,6 +24,15 @@ import msgspec
 from kvd_client.errors import ProtocolError
 from kvd_client.layouts import Placement, TensorMap
 from kvd_client.spec import KVSpec, MetadataSpec, TokenRange
+from kvd_client.statuses import (
+    DeviceStatus,
+    LearntStatus,
+    MemoryStatus,
+    PeerStatus,
+    ProfileStatus,
+    RecordingStatus,
+    TransferStatus,
+)
 
 PROTOCOL_VERSION = 2
 MAX_FRAME = 1 << 20
@@ -246,7 +256,7 @@ class Opened(Message, tag="opened"):
     transfer: int
     handle: str
     slot: int
-    """Index of the transfer's :data:`SLOT` in the ring's memory."""
+    """Index of the transfer's :data:`~kvd_client.ring.SLOT` in the ring's memory."""
     offset: int
     """Where the lease begins in the memfd: a multiple of the page size."""
     nbytes: int
@@ -300,111 +310,6 @@ class Ended(Message, tag="ended"):
     code: str
     message: str = ""
     fields: dict[str, Any] = {}
-
-
-class TransferStatus(msgspec.Struct, kw_only=True):
-    """One part of a transfer, as ``kvd status`` shows it."""
-
-    transfer: int
-    request: str
-    role: str
-    state: str
-    peer: str
-    rank: int
-    ranks: int
-    bytes_total: int
-    bytes_done: int
-    age_s: float
-    mode: str = "full"
-    paths: dict[str, int] = {}
-    """Bytes by path, fetches, windows, and the budget in tokens, as far as they are not 0. ``filled``: bytes of
-    fetches that the sink's own memory served, because everything had arrived meanwhile."""
-    budget_bytes: int = 0
-    """Source: the KV blocks within the budget K_r; 0 where no such number decides."""
-
-
-class PeerStatus(msgspec.Struct, kw_only=True):
-    node: str
-    address: str
-    state: str
-    """``connected``, ``connecting``, ``down``."""
-    boot: str = ""
-    fabric: str = ""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    error: str = ""
-
-
-class MemoryStatus(msgspec.Struct, kw_only=True):
-    """Bytes of the pool."""
-
-    limit: int
-    registered: int
-    in_use: int
-    leases: int
-    huge_pages: bool
-
-
-class DeviceStatus(msgspec.Struct, kw_only=True):
-    """Bytes of a device's memory channels; lists by channel."""
-
-    name: str
-    backing: str
-    """``host`` or ``tenstorrent``."""
-    channel_bytes: int
-    """What each channel has."""
-    alignment: int
-    leases: int
-    used: list[int]
-    largest_free: list[int]
-    """The largest extent that is free in the channel."""
-    largest_common: int
-    """The largest extent that is free at the same place in all channels."""
-
-
-class ProfileStatus(msgspec.Struct, kw_only=True):
-    """A profile that new transfers use."""
-
-    model: str
-    revision: str
-    selector: str
-    groups: list[tuple[int, int]]
-    """Prompt lengths of each group: from (included), to (excluded)."""
-    fingerprint: str
-    """``sha256`` of the profile's content, as its file has it."""
-
-
-class RecordingStatus(msgspec.Struct, kw_only=True):
-    """What :class:`ExportProfile` would bring, by group of prompt lengths."""
-
-    model: str
-    revision: str
-    selector: str
-    low: int
-    high: int
-    prompts: int
-    steps: int
-
-
-class LearntStatus(msgspec.Struct, kw_only=True):
-    """What the daemon has learnt of a model's prompts of about one length."""
-
-    model: str
-    revision: str
-    selector: str
-    low: int
-    high: int
-    """Excluded."""
-    requests: float
-    """That it has learnt from."""
-    heard: float
-    """Those of them that peers told of."""
-    tokens: float
-    """Decoded by them."""
-    filled: float
-    """The share of the memory that the half-life allows; 1 where learning began with a profile."""
-    age_s: float
-    """Since the last of them."""
 
 
 class Status(Message, tag="status"):
@@ -543,45 +448,3 @@ def _check_depth(tree: Any) -> None:
                 if isinstance(child, _CONTAINERS):
                     below.append(child)
         level = below
-
-
-# --- the shared ring ----------------------------------------------------------------------------------------------
-#
-# One memfd per connection, made and sealed by the daemon. The process appends events, the daemon consumes them; no
-# byte of it is trusted by the daemon. Layout: a header page, RING_EVENTS records, RING_SLOTS slots. Numbers are
-# little-endian and aligned, and each is written with one store.
-
-RING_MAGIC = 0x6B766431
-RING_EVENTS = 4096
-"""Capacity of the ring; a power of two."""
-RING_SLOTS = 1024
-"""Most transfers that one connection can have open."""
-
-RING_HEADER = struct.Struct("<IIII")
-"""At offset 0: magic, protocol version, RING_EVENTS, RING_SLOTS."""
-RING_HEAD_OFFSET = 64
-"""u64, written by the process: number of events ever appended."""
-RING_TAIL_OFFSET = 128
-"""u64, written by the daemon: number of events ever consumed."""
-RING_WAKE_OFFSET = 192
-"""u32, written by the daemon: bit 0, wake it for LAYER_READY; bit 1, wake it for IDLE (it has work queued)."""
-WAKE_LAYER_READY, WAKE_IDLE = 1, 2
-RING_CLOSED_OFFSET = 256
-"""u32, set to 1 by the daemon before it ends a connection of its own accord and takes the leases back. Where it is
-still 0 after the connection has ended, the daemon died, and nobody will use the leases' memory again."""
-
-RING_EVENTS_OFFSET = 4096
-RING_EVENT = struct.Struct("<HHIIIIxxxxxxxxxxxx")
-"""kind u16, layer u16, transfer u32, row u32, start u32, stop u32: 32 bytes."""
-EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY = 1, 2, 3
-"""LAYER_READY and METADATA_READY come from sources, IDLE from sinks: attention of ``layer`` begins, and leaves the
-network alone for a while. METADATA_READY: the layer's metadata arrays are complete."""
-ALL_ROWS = 0xFFFFFFFF
-"""``row`` of an event that concerns the range in every row, clipped to the row's length."""
-
-RING_SLOTS_OFFSET = RING_EVENTS_OFFSET + RING_EVENTS * RING_EVENT.size
-SLOT = struct.Struct("<IIQQ")
-"""state u32 (a SLOT_ constant), generation u32, progress u64 (grows by one whenever masks have changed), bytes u64."""
-SLOT_BYTES = 64
-SLOT_FREE, SLOT_OPEN, SLOT_DELIVERED, SLOT_FAILED = 0, 1, 2, 3
-RING_BYTES = RING_SLOTS_OFFSET + RING_SLOTS * SLOT_BYTES

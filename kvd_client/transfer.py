@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.arrays import Bytes
-from kvd_client.connection import Connection, Part
+from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, LeaseExpired, NotFound
+from kvd_client.parts import Part
 from kvd_client.protocol import (
     Abort,
 )

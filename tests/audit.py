@@ -8,6 +8,7 @@ where there is a network, ``pip-audit`` over the printed names and versions does
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -25,6 +26,7 @@ FOLDERS = ("kvd", "kvd_client", "kernels")
 LICENCES = re.compile(r"apache|bsd|mit\b|isc|psf|python software foundation|mpl|lgpl|zlib|linux-openib", re.IGNORECASE)
 
 
+@functools.cache
 def imported() -> dict[str, set[str]]:
     """Third-party modules by name, with the files that import them."""
     found: dict[str, set[str]] = {}
@@ -44,12 +46,15 @@ def imported() -> dict[str, set[str]]:
 
 
 def _run(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree, but for what only type checkers see."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from _run(node)
+    """The statements of a tree, but for what only type checkers see."""
+    left = [tree]
+    while left:
+        for node in ast.iter_child_nodes(left.pop()):
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                continue
+            if not isinstance(node, ast.expr):
+                yield node
+                left.append(node)
 
 
 def declared() -> tuple[dict[str, Requirement], dict[str, Requirement]]:
@@ -67,9 +72,12 @@ def declared() -> tuple[dict[str, Requirement], dict[str, Requirement]]:
     return by_name(project["dependencies"]), by_name(optional)
 
 
+_distributions = functools.cache(metadata.packages_distributions)  # reads the files of everything that is installed
+
+
 def provider(module: str) -> str | None:
     """The installed distribution that a module comes from."""
-    names = metadata.packages_distributions().get(module)
+    names = _distributions().get(module)
     return canonicalize_name(names[0]) if names else None
 
 

@@ -13,8 +13,8 @@ import threading
 from typing import TypeAlias
 
 from kvd.errors import ProtocolError
-from kvd_client.protocol import (
-    PROTOCOL_VERSION,
+from kvd_client.protocol import PROTOCOL_VERSION
+from kvd_client.ring import (
     RING_BYTES,
     RING_CLOSED_OFFSET,
     RING_EVENT,

@@ -22,16 +22,9 @@ from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.errors import Busy, KvdError, ProtocolError, VersionMismatch
 from kvd.fabric.pacing import Pacer
 from kvd_client.protocol import (
-    EVENT_IDLE,
-    EVENT_LAYER_READY,
-    EVENT_METADATA_READY,
     LENGTH,
     MAX_FRAME,
     PROTOCOL_VERSION,
-    RING_EVENTS,
-    RING_SLOTS,
-    SLOT_FREE,
-    WAKE_LAYER_READY,
     Failure,
     Hello,
     Reply,
@@ -39,6 +32,15 @@ from kvd_client.protocol import (
     Welcome,
     decode_request,
     encode,
+)
+from kvd_client.ring import (
+    EVENT_IDLE,
+    EVENT_LAYER_READY,
+    EVENT_METADATA_READY,
+    RING_EVENTS,
+    RING_SLOTS,
+    SLOT_FREE,
+    WAKE_LAYER_READY,
 )
 
 _KINDS = (EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY)

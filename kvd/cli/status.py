@@ -19,14 +19,14 @@ from kvd.errors import ConfigError
 from kvd.host import SYSTEM_SOCKET, Host
 from kvd.units import about
 from kvd_client import Client
-from kvd_client.protocol import (
+from kvd_client.protocol import Status
+from kvd_client.statuses import (
     DeviceStatus,
     LearntStatus,
     MemoryStatus,
     PeerStatus,
     ProfileStatus,
     RecordingStatus,
-    Status,
     TransferStatus,
 )
 

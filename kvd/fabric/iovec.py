@@ -141,25 +141,19 @@ class Vector:
 
     def fill_from(self, address: int, nbytes: int) -> int:
         """Fill pieces with up to ``nbytes`` that lie at ``address`` already; the number taken."""
-        taken = min(nbytes, self.remaining)
-        left = taken
-        while left:
-            target, length = _ROW.unpack_from(self._raw, self._index * _ROW.size)
-            n = min(left, length)
-            ctypes.memmove(target, address, n)
-            self._advance(n)
-            address += n
-            left -= n
-        return taken
+        return self._copy(address, nbytes, out=False)
 
     def gather(self, address: int, nbytes: int) -> int:
         """Copy up to ``nbytes`` of what is left to ``address``, and count it as sent; the number taken."""
-        taken = min(nbytes, self.remaining)
-        left = taken
+        return self._copy(address, nbytes, out=True)
+
+    def _copy(self, address: int, nbytes: int, *, out: bool) -> int:
+        taken = left = min(nbytes, self.remaining)
         while left:
-            source, length = _ROW.unpack_from(self._raw, self._index * _ROW.size)
+            piece, length = _ROW.unpack_from(self._raw, self._index * _ROW.size)
             n = min(left, length)
-            ctypes.memmove(address, source, n)
+            target, source = (address, piece) if out else (piece, address)
+            ctypes.memmove(target, source, n)
             self._advance(n)
             address += n
             left -= n

@@ -22,7 +22,8 @@ from kvd.fabric.regions import TOKEN_BYTES, Refusal, RegionTable, access_error
 from kvd.fabric.runs import Runs, checked_runs
 from kvd.fabric.seals import Checksum, Gmac, NoSeal, Seal
 from kvd.fabric.tcp_receive import LaneIn
-from kvd.fabric.tcp_send import LaneOut, TcpOperation
+from kvd.fabric.tcp_send import LaneOut
+from kvd.fabric.tcp_work import TcpOperation
 from kvd.types import Descriptors, Lane
 from kvd.wire.keys import direction_key
 

@@ -40,7 +40,8 @@ from kvd.fabric.iovec import Vector
 from kvd.fabric.records import RecordReader
 from kvd.fabric.regions import Refusal, RegionTable, address_of
 from kvd.fabric.seals import Offsets, Seal, pieces
-from kvd.fabric.tcp_send import Answer, LaneOut, ReadPart, TcpOperation
+from kvd.fabric.tcp_send import LaneOut
+from kvd.fabric.tcp_work import Answer, ReadPart, TcpOperation
 from kvd.types import Descriptors, Lane
 
 STAGING_BYTES = 2 * (HEADER_BYTES + MAX_RUNS * RUN_BYTES + 3 * MAX_CHECK_BYTES)

@@ -8,110 +8,26 @@ dropped. Answers to the peer's READs take turns with the lane's own operations; 
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.errors import KvdError, ProtocolError
-from kvd.fabric.base import EndpointCounters, Grant, Region
-from kvd.fabric.frames import (
-    HEADER_BYTES,
-    MAX_CHECK_BYTES,
-    MAX_MESSAGE,
-    MAX_PAYLOAD,
-    MAX_READS,
-    MAX_RUNS,
-    MAX_UNACKED,
-    RUN_BYTES,
-    Header,
-    Kind,
-    pack_header,
-    pack_runs,
-)
-from kvd.fabric.iovec import Vector
-from kvd.fabric.operations import PendingOperation, aborted
+from kvd.fabric.base import EndpointCounters, Grant
+from kvd.fabric.batch import Batch
+from kvd.fabric.frames import MAX_MESSAGE, MAX_READS, MAX_RUNS, MAX_UNACKED, Header, Kind
 from kvd.fabric.records import RecordWriter
-from kvd.fabric.regions import Refusal, RegionTable, access_error, address_of
+from kvd.fabric.regions import Refusal, RegionTable, access_error
 from kvd.fabric.runs import Runs
-from kvd.fabric.seals import Buffer, Seal, pieces
+from kvd.fabric.seals import Seal
+from kvd.fabric.tcp_work import Answer, ReadPart, TcpOperation
 from kvd.types import Descriptors, Lane
 
-ARENA_BYTES = 2 * (MAX_MESSAGE + HEADER_BYTES + MAX_RUNS * RUN_BYTES + 3 * MAX_CHECK_BYTES)
-"""Room for the headers, descriptors and messages of a batch."""
 MAX_BATCH_FRAMES = 64
 
-_zeros = mmap.mmap(-1, MAX_PAYLOAD)
-"""Sent in place of what a grant held when the grant is revoked in the middle of an answer. Never written."""
-_ZEROS_ADDRESS = address_of(memoryview(_zeros))
-
 _NOTHING: Descriptors = np.empty((0, 3), np.int64)
-
-
-class TcpOperation(PendingOperation):
-    """A write, read or message. ``stages`` is what remains to be cut into frames."""
-
-    def __init__(
-        self,
-        out: LaneOut,
-        stages: list[tuple[Kind, Runs | bytes]],
-        region: Region | None = None,
-        base: int = 0,
-        token: bytes = b"",
-    ) -> None:
-        super().__init__(out.loop)
-        self.out = out
-        self.stages = deque(stages)
-        self.region = region
-        """Keeps the memory at ``base`` alive."""
-        self.base = base
-        self.token = token
-        self.what = {Kind.READ: "read", Kind.MESSAGE: "message"}.get(stages[0][0], "write")
-        filled = [body for _, body in stages if isinstance(body, Runs) and body.nbytes]
-        self.low = min((body.low for body in filled), default=0)
-        self.high = max((body.high for body in filled), default=0)
-        self.speaks = isinstance(stages[-1][1], bytes)
-        """Whether a message is delivered at its end."""
-        self.id = 0
-        """Assigned with the first frame; 0 before."""
-        self.position = 0
-        self.parts = 0
-        """READs without an ANSWER yet."""
-        self.stopped: KvdError | None = None
-        """Why nothing more of it is sent, and what it fails with."""
-
-    def settle(self, error: KvdError | None = None) -> None:
-        self.region = None
-        self.stages.clear()
-        super().settle(error)
-
-    def cancel(self) -> None:
-        self.out.stop(self, aborted(self.what))
-
-
-class ReadPart:
-    """What one READ asked for: descriptors with the local offsets where its DATA goes."""
-
-    __slots__ = ("damaged", "filled", "nbytes", "op", "rows")
-
-    def __init__(self, op: TcpOperation, rows: Descriptors, nbytes: int) -> None:
-        self.op = op
-        self.rows = rows
-        self.nbytes = nbytes
-        self.filled = False
-        self.damaged = False
-
-
-class Answer(NamedTuple):
-    """The peer's READ, to be answered."""
-
-    op: int
-    access: Grant | Refusal
-    runs: npt.NDArray[np.int64]
-    nbytes: int
 
 
 class _Unacked(NamedTuple):
@@ -140,12 +56,7 @@ class LaneOut:
     ) -> None:
         self.lane = lane
         self.fd = fd
-        self._seal = seal
-        self._check_bytes = seal.check_bytes
-        self._head_bytes = HEADER_BYTES + 2 * seal.check_bytes
-        self._frames = 0
-        """Frames begun, of every kind."""
-        self._records = records
+        self._batch = Batch(seal, records)
         self.loop = loop
         self.reads: deque[ReadPart] = deque()
         """READs that have been sent, oldest first."""
@@ -173,10 +84,6 @@ class LaneOut:
         """The number to acknowledge, and below it the one acknowledged last."""
         self._paid = 0
         self._own_turn = False
-        self._vector = Vector()
-        self._arena = bytearray(ARENA_BYTES)
-        self._arena_address = address_of(self._arena)
-        self._arena_used = self._arena_added = 0
         self._batch_ops: list[TcpOperation] = []
         self._batch_frames = 0
         self._answering: tuple[Grant, int, int, int, int, int] | None = None
@@ -229,10 +136,7 @@ class LaneOut:
         if self._answering is None or self._answering[0] is not grant:
             return
         _, first, stop, at, op, frame = self._answering
-        if self._vector.remaining > self._head_bytes:  # the ANSWER is the last of the batch
-            self._vector.redirect(first, stop, _ZEROS_ADDRESS)
-            # The check that is replaced has not been sent, so the frame's nonce is used once all the same.
-            self._pack_header(at, frame, Header(Kind.ANSWER, op=op, number=Refusal.REVOKED), ())
+        self._batch.withdraw(first, stop, at, frame, Header(Kind.ANSWER, op=op, number=Refusal.REVOKED))
         self._answering = None
 
     def acknowledged(self, number: int) -> None:
@@ -285,14 +189,14 @@ class LaneOut:
         for queue in (self._unacked, self.reads, self._queue, self.answers, self._refusals, self._batch_ops):
             queue.clear()
         self._answering = None
-        self._vector.clear()
+        self._batch.drop()
 
     # --- batches --------------------------------------------------------------------------------------------------
 
     @property
     def sending(self) -> bool:
         """Whether a batch has been begun and not handed over wholly."""
-        return self._vector.remaining > 0 or (self._records is not None and self._records.pending)
+        return self._batch.pending
 
     @property
     def has_control(self) -> bool:
@@ -308,8 +212,8 @@ class LaneOut:
         op = self._next_op() if payload else None
         if op is None and not (payload and self.answers) and not self.has_control:
             return 0
-        self._vector.clear()
-        self._arena_used = self._arena_added = self._batch_frames = 0
+        self._batch.begin()
+        self._batch_frames = 0
         self._add_control()
         if payload:
             if self.answers and not (self._own_turn and op is not None):
@@ -325,17 +229,16 @@ class LaneOut:
                     added += n
                     room = added <= limit // 2 and self._batch_frames < MAX_BATCH_FRAMES
                     op = self._next_op() if room else None
-        self._flush_arena()
+        nbytes = self._batch.finish()
         self._counters.bytes_in_flight[self.lane] = self._in_flight
         # What the window or the rate holds back is looked at again when they permit it.
         self.dirty = bool(self._queue or self.answers or self._refusals or self._owed > self._paid)
-        return self._vector.nbytes
+        return nbytes
 
     def send(self) -> int:
         """Hand over what the kernel takes of the batch; the number of bytes, -1 for none. Raises OSError."""
-        n = self._vector.send(self.fd) if self._records is None else self._records.send(self.fd, self._vector)
-        if not self.sending:
-            self._vector.clear()
+        n = self._batch.send(self.fd)
+        if not self._batch.pending:
             self._answering = None
             for op in self._batch_ops:
                 if op.stopped is not None:
@@ -354,15 +257,17 @@ class LaneOut:
         return None if full else op
 
     def _add_control(self) -> None:
-        while self._refusals and self._arena_room(self._head_bytes):
+        batch = self._batch
+        while self._refusals and batch.has_room(1):
             op, refusal = self._refusals.popleft()
-            self._add_header(Header(Kind.REFUSED, op=op, number=refusal))
-        if not self._refusals and self._owed > self._paid and self._arena_room(self._head_bytes):
+            batch.add_header(Header(Kind.REFUSED, op=op, number=refusal))
+        if not self._refusals and self._owed > self._paid and batch.has_room(1):
             self._paid = self._owed
-            self._add_header(Header(Kind.ACK, number=self._paid))
+            batch.add_header(Header(Kind.ACK, number=self._paid))
 
     def _add_answer(self) -> None:
-        if not self._arena_room(2 * self._head_bytes):
+        batch = self._batch
+        if not batch.has_room(2):
             return
         op, access, runs, nbytes = self.answers.popleft()
         if isinstance(access, Grant) and not self._table.is_open(access):
@@ -370,30 +275,26 @@ class LaneOut:
         first = stop = 0
         if isinstance(access, Grant) and nbytes:
             offsets = runs[:, 0] + access.offset
-            body = self._pieces(access.region.memory, offsets, runs[:, 1])
-            self._add_header(Header(Kind.DATA, op=op, payload=nbytes), body)
-            self._flush_arena()
-            first = self._vector.count
-            self._vector.add_runs(self._table.address(access.region), offsets, runs[:, 1])
-            stop = self._vector.count
+            body = batch.pieces(access.region.memory, offsets, runs[:, 1])
+            batch.add_header(Header(Kind.DATA, op=op, payload=nbytes), body)
+            first, stop = batch.add_payload(self._table.address(access.region), offsets, runs[:, 1])
             self._counters.bytes_sent += nbytes
-        at = self._arena_used
-        self._add_header(Header(Kind.ANSWER, op=op, number=access if isinstance(access, Refusal) else 0))
+        at = batch.add_header(Header(Kind.ANSWER, op=op, number=access if isinstance(access, Refusal) else 0))
         if isinstance(access, Grant):
-            self._answering = (access, first, stop, at, op, self._frames)
+            self._answering = (access, first, stop, at, op, batch.frames)
 
     def _add_frame(self, op: TcpOperation, limit: int) -> int:
         """Cut the next WRITE, THEN, MESSAGE or NOTIFY; its payload bytes, or -1 if the batch has no room for it."""
+        batch = self._batch
         kind, body = op.stages[0]
         rows, nbytes = _NOTHING, 0
         if isinstance(body, bytes):
             nbytes = len(body)
-            if not self._arena_room(self._head_bytes + nbytes):
+            if not batch.has_room(1, nbytes):
                 return -1
         else:
-            most = min(MAX_RUNS, self._vector.room - 2)
-            room = self._head_bytes + most * RUN_BYTES + self._check_bytes
-            if most < min(MAX_RUNS, len(body.rows)) or not self._arena_room(room):
+            most = batch.most_runs(len(body.rows))
+            if most < 0:
                 return -1
             if body.nbytes:
                 size = min(self._frame_bytes, limit)
@@ -409,34 +310,33 @@ class LaneOut:
             self._unurged = 0
         header = Header(kind, len(rows), op.id, nbytes, op.low, op.high, op.token, self._sent, urge)
         if isinstance(body, bytes):
-            self._add_header(header, (body,))
-            self._arena[self._arena_used : self._arena_used + nbytes] = body
-            self._arena_used += nbytes
+            batch.add_header(header, (body,))
+            batch.add_message(body)
         elif not nbytes:
-            self._add_header(header)
+            batch.add_header(header)
         else:
             assert op.region is not None
-            self._add_header(header, self._pieces(op.region.memory, rows[:, 0], rows[:, 2]))
-            self._add_runs(rows)
-            self._flush_arena()
-            self._vector.add_runs(op.base, rows[:, 0], rows[:, 2])
+            batch.add_header(header, batch.pieces(op.region.memory, rows[:, 0], rows[:, 2]))
+            batch.add_runs(rows)
+            batch.add_payload(op.base, rows[:, 0], rows[:, 2])
             self._counters.bytes_sent += nbytes
         self._progress(op, nbytes, whole)
         self._unacked.append(_Unacked(self._sent, nbytes, op, last))
         return nbytes
 
     def _add_read(self, op: TcpOperation, limit: int) -> int:
+        batch = self._batch
         body = op.stages[0][1]
         assert isinstance(body, Runs)
-        if not self._arena_room(self._head_bytes + MAX_RUNS * RUN_BYTES + self._check_bytes):
+        if not batch.has_room_for_runs():
             return -1
         rows, nbytes = _NOTHING, 0
         if body.nbytes:
             rows, nbytes = body.cut(op.position, min(self._frame_bytes, limit), MAX_RUNS)
         self._begin(op)
-        self._add_header(Header(Kind.READ, len(rows), op.id, nbytes, op.low, op.high, op.token))
+        batch.add_header(Header(Kind.READ, len(rows), op.id, nbytes, op.low, op.high, op.token))
         if nbytes:
-            self._add_runs(rows)
+            batch.add_runs(rows)
         self._progress(op, nbytes, body.nbytes)
         op.parts += 1
         self.reads.append(ReadPart(op, rows, nbytes))
@@ -467,38 +367,3 @@ class LaneOut:
         self._counters.writes += op.what == "write"
         self._counters.reads += op.what == "read"
         self._counters.messages_sent += op.speaks
-
-    def _add_header(self, header: Header, body: Iterator[Buffer] | Sequence[Buffer] = ()) -> None:
-        """``body``: the payload, if the frame has one."""
-        self._frames += 1
-        self._pack_header(self._arena_used, self._frames, header, body)
-        self._arena_used += self._head_bytes
-
-    def _pack_header(self, at: int, frame: int, header: Header, body: Iterator[Buffer] | Sequence[Buffer]) -> None:
-        pack_header(self._arena, at, header)
-        if self._check_bytes:
-            middle = at + HEADER_BYTES + self._check_bytes
-            check = self._seal.body(frame, body) if body else bytes(self._check_bytes)
-            self._arena[at + HEADER_BYTES : middle] = check
-            self._arena[middle : at + self._head_bytes] = self._seal.head(frame, bytes(self._arena[at:middle]))
-
-    def _add_runs(self, rows: Descriptors) -> None:
-        start = self._arena_used
-        self._arena_used = pack_runs(self._arena, start, rows)
-        if self._check_bytes:
-            check = self._seal.runs(self._frames, bytes(self._arena[start : self._arena_used]))
-            self._arena[self._arena_used : self._arena_used + self._check_bytes] = check
-            self._arena_used += self._check_bytes
-
-    def _pieces(
-        self, memory: memoryview, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-    ) -> Iterator[Buffer] | Sequence[Buffer]:
-        return pieces(memory, offsets, lengths) if self._check_bytes else ()
-
-    def _arena_room(self, nbytes: int) -> bool:
-        return self._arena_used + nbytes <= ARENA_BYTES and self._vector.room > 1
-
-    def _flush_arena(self) -> None:
-        if self._arena_used > self._arena_added:
-            self._vector.add(self._arena_address + self._arena_added, self._arena_used - self._arena_added)
-            self._arena_added = self._arena_used

@@ -15,7 +15,7 @@ from kvd.fabric.base import Region
 from kvd.memory.arena import Arena, create_arena
 from kvd.memory.channels import ChannelSpace
 from kvd.memory.leases import Lifetime
-from kvd_client.protocol import DeviceStatus
+from kvd_client.statuses import DeviceStatus
 
 
 class Registrar(Protocol):

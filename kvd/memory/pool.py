@@ -21,7 +21,7 @@ from kvd.memory import limits
 from kvd.memory.arena import PAGE, Arena, HugePages, create_arena
 from kvd.memory.extents import Extents
 from kvd.memory.leases import Lease
-from kvd_client.protocol import MemoryStatus
+from kvd_client.statuses import MemoryStatus
 
 log = structlog.get_logger("kvd.memory")
 

@@ -35,7 +35,7 @@ from kvd.wire.guard import guards
 from kvd.wire.handshake import Acceptor, Dialler, Established, LaneDialler, LaneEstablished
 from kvd.wire.hello import SESSION_BYTES, Identity
 from kvd.wire.messages import PeerMessage
-from kvd_client.protocol import PeerStatus
+from kvd_client.statuses import PeerStatus
 
 MAX_SESSIONS = 1024
 """Sessions at a time, those included that are still connecting their fabric."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from kvd.peers.session import PeerSession
 from kvd.types import NodeId
-from kvd_client.protocol import PeerStatus
+from kvd_client.statuses import PeerStatus
 
 MAX_STRANGERS = 4096
 """Nodes that are remembered though they are not configured; the oldest are forgotten first."""

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from kvd_client import Client, KVSpec
 from kvd_client.errors import NotFound
-from kvd_client.protocol import EVENT_IDLE, EVENT_LAYER_READY, RING_EVENTS, Release
+from kvd_client.protocol import Release
+from kvd_client.ring import EVENT_IDLE, EVENT_LAYER_READY, RING_EVENTS
 
 IMPORTS = ("kvd_client", "kvd_client.transfer", "numpy")
 

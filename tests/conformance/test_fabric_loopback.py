@@ -3,11 +3,7 @@
 import pytest
 
 from kvd.fabric import registry
-
-pytest.register_assert_rewrite("kvd.fabric.conformance", "kvd.fabric.conformance_faults")
-
-from kvd.fabric.conformance import FabricConformance  # noqa: E402
-from kvd.fabric.conformance_faults import FabricFaults  # noqa: E402
+from kvd.fabric.conformance import FabricConformance, FabricFaults
 
 
 class TestLoopback(FabricConformance, FabricFaults):

@@ -5,12 +5,8 @@ import functools
 import pytest
 import uvloop
 
+from kvd.fabric.conformance import FabricConformance, FabricFaults
 from kvd.fabric.tcp import TcpFabric
-
-pytest.register_assert_rewrite("kvd.fabric.conformance", "kvd.fabric.conformance_faults")
-
-from kvd.fabric.conformance import FabricConformance  # noqa: E402
-from kvd.fabric.conformance_faults import FabricFaults  # noqa: E402
 
 
 class TestTcpOnAsyncio(FabricConformance):

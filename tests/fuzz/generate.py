@@ -23,7 +23,8 @@ from kvd.fabric.regions import Refusal
 from kvd.fabric.seals import Seal
 from kvd.wire import messages as wire
 from kvd_client import protocol as api
-from kvd_client.protocol import LENGTH, RING_EVENT
+from kvd_client.protocol import LENGTH
+from kvd_client.ring import RING_EVENT
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -23,16 +23,10 @@ import uvloop
 from kvd.api.server import Answer, ApiLimits, ApiServer, ClientSession
 from kvd.errors import AlreadyExists, InvalidArgument, KvdError, NotFound, OutOfMemory
 from kvd_client.protocol import (
-    ALL_ROWS,
-    EVENT_LAYER_READY,
-    SLOT_DELIVERED,
-    SLOT_FAILED,
-    SLOT_OPEN,
     Abort,
     Ended,
     Finish,
     GetStatus,
-    MemoryStatus,
     Ok,
     Opened,
     OpenSink,
@@ -42,7 +36,9 @@ from kvd_client.protocol import (
     Request,
     Status,
 )
+from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, SLOT_DELIVERED, SLOT_FAILED, SLOT_OPEN
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, part_layout
+from kvd_client.statuses import MemoryStatus
 
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE

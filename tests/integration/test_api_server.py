@@ -27,15 +27,9 @@ from kvd_client import Client, KVSpec
 from kvd_client.doorbell import Doorbell
 from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, InvalidArgument, PermissionDenied, VersionMismatch
 from kvd_client.protocol import (
-    EVENT_IDLE,
-    EVENT_LAYER_READY,
-    EVENT_METADATA_READY,
     LENGTH,
     MAX_FRAME,
     PROTOCOL_VERSION,
-    RING_EVENT,
-    RING_EVENTS_OFFSET,
-    RING_HEAD_OFFSET,
     Failure,
     GetStatus,
     Hello,
@@ -45,6 +39,14 @@ from kvd_client.protocol import (
     Welcome,
     decode_reply,
     encode,
+)
+from kvd_client.ring import (
+    EVENT_IDLE,
+    EVENT_LAYER_READY,
+    EVENT_METADATA_READY,
+    RING_EVENT,
+    RING_EVENTS_OFFSET,
+    RING_HEAD_OFFSET,
 )
 from tests.integration.api_harness import WAIT_S, ServerThread
 

@@ -23,16 +23,8 @@ from kvd_client.errors import (
     OutOfMemory,
     ProcessLost,
 )
-from kvd_client.protocol import (
-    EVENT_IDLE,
-    RING_EVENTS,
-    RING_SLOTS,
-    SLOT_DELIVERED,
-    SLOT_OPEN,
-    WAKE_IDLE,
-    WAKE_LAYER_READY,
-    Release,
-)
+from kvd_client.protocol import Release
+from kvd_client.ring import EVENT_IDLE, RING_EVENTS, RING_SLOTS, SLOT_DELIVERED, SLOT_OPEN, WAKE_IDLE, WAKE_LAYER_READY
 from kvd_client.spec import MASK_LOCAL, MASK_PADDING, MASK_REMOTE
 from tests.integration.api_harness import WAIT_S, ServerThread
 

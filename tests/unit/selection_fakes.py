@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kvd_client.connection import Part, raise_if_failed
 from kvd_client.decode import DecodeTransfer
 from kvd_client.errors import KvdError, LeaseExpired
+from kvd_client.parts import Part, raise_if_failed
 from kvd_client.protocol import Ended, Failure, Fetch, Ok, Opened, Release, ReportSelections
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, KVSpec, MetadataSpec, part_layout
 

@@ -12,7 +12,8 @@ from kvd.cli.status import render, to_json
 from kvd.config import Npu, parse, resolve, to_toml
 from kvd.config_check import check
 from kvd.errors import ConfigError
-from kvd_client.protocol import DeviceStatus, MemoryStatus, Status
+from kvd_client.protocol import Status
+from kvd_client.statuses import DeviceStatus, MemoryStatus
 
 CARD = """
 [npu.card0]

@@ -16,7 +16,8 @@ from kvd.cli.main import app
 from kvd.cli.output import printable
 from kvd.cli.status import bar, columns, duration, filled, render, to_json
 from kvd.errors import DaemonUnreachable
-from kvd_client.protocol import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, Status, TransferStatus
+from kvd_client.protocol import Status
+from kvd_client.statuses import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, TransferStatus
 
 PEER = PeerStatus(node="b", address="10.0.0.2:7440", state="connected", fabric="verbs", bytes_sent=3 << 29)
 PART = TransferStatus(

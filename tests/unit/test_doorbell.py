@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvd.api.doorbell import Ring
 from kvd_client.doorbell import Doorbell
 from kvd_client.errors import ProtocolError
-from kvd_client.protocol import (
+from kvd_client.ring import (
     EVENT_IDLE,
     EVENT_LAYER_READY,
     RING_BYTES,

@@ -24,7 +24,8 @@ from kvd_client.engines.selective import (  # noqa: E402
 )
 from kvd_client.engines.transformers import generate_local, spec_of  # noqa: E402
 from kvd_client.errors import Aborted, DeadlineExceeded, InvalidArgument  # noqa: E402
-from kvd_client.protocol import EVENT_IDLE, MODES  # noqa: E402
+from kvd_client.protocol import MODES  # noqa: E402
+from kvd_client.ring import EVENT_IDLE  # noqa: E402
 from kvd_client.selectors import create  # noqa: E402
 from kvd_client.spec import MASK_LOCAL  # noqa: E402
 from tests.engine_models import CONFIGS, random_model, random_prompts  # noqa: E402

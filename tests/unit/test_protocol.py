@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvd_client import protocol
+from kvd_client import protocol, ring
 from kvd_client.errors import ProtocolError
 from kvd_client.protocol import (
     LENGTH,
@@ -208,20 +208,20 @@ def test_a_large_request_passes():
 
 def test_the_ring_is_aligned_and_nothing_overlaps():
     header = [
-        protocol.RING_HEAD_OFFSET,
-        protocol.RING_TAIL_OFFSET,
-        protocol.RING_WAKE_OFFSET,
-        protocol.RING_CLOSED_OFFSET,
+        ring.RING_HEAD_OFFSET,
+        ring.RING_TAIL_OFFSET,
+        ring.RING_WAKE_OFFSET,
+        ring.RING_CLOSED_OFFSET,
     ]
     assert all(offset % 64 == 0 for offset in header)
     assert len(set(header)) == len(header)
-    assert min(header) >= protocol.RING_HEADER.size
-    assert max(header) + 64 <= protocol.RING_EVENTS_OFFSET
-    assert protocol.RING_EVENTS & (protocol.RING_EVENTS - 1) == 0
-    assert protocol.RING_EVENT.size == 32
-    assert protocol.RING_SLOTS_OFFSET % 64 == 0
-    assert protocol.SLOT.size <= protocol.SLOT_BYTES
-    assert protocol.RING_BYTES == protocol.RING_SLOTS_OFFSET + protocol.RING_SLOTS * protocol.SLOT_BYTES
+    assert min(header) >= ring.RING_HEADER.size
+    assert max(header) + 64 <= ring.RING_EVENTS_OFFSET
+    assert ring.RING_EVENTS & (ring.RING_EVENTS - 1) == 0
+    assert ring.RING_EVENT.size == 32
+    assert ring.RING_SLOTS_OFFSET % 64 == 0
+    assert ring.SLOT.size <= ring.SLOT_BYTES
+    assert ring.RING_BYTES == ring.RING_SLOTS_OFFSET + ring.RING_SLOTS * ring.SLOT_BYTES
 
 
 def test_every_message_has_a_type_of_its_own():

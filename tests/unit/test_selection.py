@@ -20,7 +20,8 @@ from kvd_client.errors import (
     PeerLost,
 )
 from kvd_client.prefill import PrefillTransfer
-from kvd_client.protocol import EVENT_METADATA_READY, Release
+from kvd_client.protocol import Release
+from kvd_client.ring import EVENT_METADATA_READY
 from kvd_client.selection import as_completed, select_many
 from kvd_client.spec import MASK_LOCAL, MetadataSpec
 from tests.unit.selection_fakes import GARBAGE, FakeConnection, FakeDaemon

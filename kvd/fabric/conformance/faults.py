@@ -1,4 +1,4 @@
-"""The conformance suite's other half: bytes that change on the way, and memory that is given back in the middle.
+"""Bytes that change on the way, and memory that is given back in the middle.
 
 Subclass :class:`FabricFaults` beside :class:`~kvd.fabric.conformance.FabricConformance`; it takes the same fixture
 ``make_fabric``. A fabric that gets its streams from the caller is put behind a proxy that flips one bit; set
@@ -18,18 +18,8 @@ import pytest
 
 from kvd.errors import ChecksumMismatch, FabricError, KvdError, RemoteAccessError
 from kvd.fabric.base import Fabric
-from kvd.fabric.conformance import (
-    LIMIT_S,
-    MIB,
-    MemoryBringup,
-    Pair,
-    Side,
-    _on_pair,
-    failure,
-    memory_bringups,
-    one,
-    tcp_pair,
-)
+from kvd.fabric.conformance.pairs import MIB, MemoryBringup, Pair, Side, failure, memory_bringups, one, tcp_pair
+from kvd.fabric.conformance.suite import LIMIT_S, Suite, on_pair
 from kvd.types import Lane
 
 
@@ -91,10 +81,9 @@ async def damaged_pair(
                 sock.close()
 
 
-class FabricFaults:
+class FabricFaults(Suite):
     """See the module."""
 
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] = staticmethod(asyncio.new_event_loop)
     finds_damage = True
 
     def _run(self, body: Any) -> None:
@@ -179,7 +168,7 @@ class FabricFaults:
         if not fabric.capabilities.lanes_need_streams or not self.finds_damage:
             pytest.skip("this fabric does not check bytes, or not in a way that a stream shows")
 
-    @_on_pair
+    @on_pair
     async def test_late_data_never_lands_in_reused_memory(self, pair: Pair) -> None:
         """Revoked in the middle of a write and granted again at once: the old write's bytes are not seen again."""
         size = 24 * MIB
@@ -209,7 +198,7 @@ class FabricFaults:
             await pair.right.fabric.revoke(new)
         assert not pair.right.messages
 
-    @_on_pair
+    @on_pair
     async def test_partial_failure_waits_for_all_that_is_under_way(self, pair: Pair) -> None:
         """One of several writes from the same memory is refused: the others still read it, and are not done before
         they have; what is written into the memory after the last is done reaches nobody."""
@@ -234,7 +223,7 @@ class FabricFaults:
         for n, (target, _) in enumerate(grants):
             assert (target == (sent if n != 2 else 0)).all()
 
-    @_on_pair
+    @on_pair
     async def test_cancelled_writes_let_go_of_their_memory(self, pair: Pair) -> None:
         """After all of several cancelled writes are done, their memory can be written: no byte of it is sent."""
         size = 8 * MIB
