@@ -18,7 +18,8 @@ from kvd.errors import InvalidArgument, UnsupportedLayout
 from kvd.layout import named
 from kvd.layout.codec import codec
 from kvd.layout.descriptor import Digit, Layout, Placed
-from kvd.layout.plan import RegroupPlan, plan_regroup
+from kvd.layout.plan import plan_regroup
+from kvd.layout.steps import RegroupPlan
 from kvd_client.layouts import Placement, Target
 from kvd_client.spec import PartLayout, TokenRange
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvd.errors import InvalidArgument
 from kvd.layout import codec
 from kvd.layout.codec import Bytes
-from kvd.layout.plan import Decode, RegroupPlan
+from kvd.layout.steps import Decode, RegroupPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on

@@ -18,7 +18,7 @@ import numpy as np
 from kvd.errors import Aborted, InvalidArgument, KvdError, RemoteAccessError
 from kvd.fabric.base import Fabric, Grant, Operation, Region
 from kvd.layout.execute import regroup
-from kvd.layout.plan import RegroupPlan
+from kvd.layout.steps import RegroupPlan
 from kvd.mask import mark, mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool

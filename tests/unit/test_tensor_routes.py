@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import InvalidArgument, KvdError, UnsupportedLayout
 from kvd.layout.execute import regroup
-from kvd.layout.plan import RegroupPlan
+from kvd.layout.steps import RegroupPlan
 from kvd.tensors import Route, Tensors, block_table, in_lease, on_device
 from kvd_client.layouts import Placement
 from kvd_client.spec import PartLayout, TokenRange
