@@ -21,7 +21,7 @@ from kvd.layout.descriptor import Digit, Layout, Placed
 from kvd.layout.plan import plan_regroup
 from kvd.layout.steps import RegroupPlan
 from kvd_client.layouts import Placement, Target
-from kvd_client.spec import PartLayout, TokenRange
+from kvd_client.spec import MAX_HEADS, PartLayout, TokenRange
 
 Layers: TypeAlias = Sequence[tuple[int, Sequence[TokenRange]]]
 """Tokens by layer."""
@@ -41,13 +41,22 @@ class Tensors:
     block_tokens: int
     """What is moved has whole blocks of this many tokens, or ends with a row."""
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The range that the tensors have of the model's: a part's, or those of the cache that it is in."""
+        return self.rows[0].held["h"]
+
 
 class Route:
     """From one end's tensors to the other's. Layers differ in where they lie, not in what is to be done: the plan of
-    one is made once, and moved from layer to layer."""
+    one is made once, and moved from layer to layer.
 
-    def __init__(self, source: Tensors, target: Tensors) -> None:
+    ``heads`` are those that go, ``(start, stop)``; None: all that both ends have."""
+
+    def __init__(self, source: Tensors, target: Tensors, heads: tuple[int, int] | None = None) -> None:
         self.source, self.target = source, target
+        both = max(source.heads[0], target.heads[0]), min(source.heads[1], target.heads[1])
+        self._heads = heads if heads != both else None
         self._made: dict[tuple[int, int, bytes], tuple[int, RegroupPlan]] = {}
         """By row, number of layers and tokens: the first layer, and the plan."""
 
@@ -60,6 +69,8 @@ class Route:
             known = self._moved(first, last, key)
             if known is None:
                 within: dict[str, tuple[int, int] | npt.NDArray[np.int64]] = {"l": (first, last), "t": ranges}
+                if self._heads is not None:
+                    within["h"] = self._heads
                 known = plan_regroup(self.source.rows[row], self.target.rows[row], within)
                 if len(self._made) >= MAX_PLANS:
                     self._made.clear()
@@ -125,13 +136,23 @@ def on_device(
     blocks: int,
     table: npt.NDArray[np.int64],
     bases: npt.NDArray[np.int64] | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> Tensors:
     """The tensors of a part that lie on a device of ``channels`` channels.
 
     ``table``: shape (rows, blocks of a row), the block that each really is, of ``blocks``. ``bases``: where each tensor
-    begins in each channel, None: one behind the other from 0. Raises :class:`UnsupportedLayout` where the layout is
-    unknown or does not fit the device.
+    begins in each channel, None: one behind the other from 0. ``heads``: where the tensors have more than the part,
+    how many, and which of them is the part's first. Raises :class:`UnsupportedLayout` where the layout is unknown or
+    does not fit the device, and :class:`InvalidArgument` for heads that the tensors do not have.
     """
+    count, skipped = (layout.heads, 0) if heads is None else heads
+    if not 0 <= skipped <= min(head_start, count - layout.heads) or count > MAX_HEADS:
+        raise InvalidArgument(
+            f"heads {head_start} to {head_start + layout.heads} can't begin at head {skipped} of tensors of {count}",
+            heads=[layout.heads, count],
+            head=skipped,
+        )
+    has = {"h": (head_start - skipped, head_start - skipped + count)}
     form = device_layout(placement, channels=channels, alignment=alignment)
     if not form.table and len(lengths) > 1:
         raise UnsupportedLayout(
@@ -146,7 +167,7 @@ def on_device(
     rows = tuple(
         Placed(
             form,
-            _held(layout, length, head_start, placement),
+            _held(layout, length, head_start, placement) | has,
             room=room,
             table=one[: -(-length // placement.block_tokens)] if form.table else None,
             bases=bases,
@@ -235,6 +256,7 @@ def of_target(layout: PartLayout, lengths: Sequence[int], head_start: int, targe
         blocks=target.blocks,
         table=block_table(layout, placement, target.blocks, target.table),
         bases=np.frombuffer(target.bases, np.int64),
+        heads=(target.heads, target.first_head) if target.heads else None,
     )
 
 

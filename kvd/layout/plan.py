@@ -59,6 +59,11 @@ def check_convertible(source: Placed, target: Placed) -> None:
     What :func:`plan_regroup` would find out later, at the price of one look at each axis.
     """
     check_conversion(source.geometry.codec, target.geometry.codec)
+    check_pages(source, target)
+
+
+def check_pages(source: Placed, target: Placed) -> None:
+    """The part of :func:`check_convertible` that is about ranges: no page of the target has to be written by halves."""
     ranges = common(source, target, None)
     if not target.layout.padding or not all(len(one) for one in ranges.values()):
         return
