@@ -220,8 +220,8 @@ class ParallelPrefill(Parallel[PrefillTransfer]):
         self._each(lambda part, turn: part.wait_delivered(turn), timeout_s)
 
     def _leave(self) -> None:
-        for part in self.parts:
-            part._leave()
+        if not any(part._told for part in self.parts):
+            self.finish()
 
 
 class ParallelDecode(Parallel[DecodeTransfer]):

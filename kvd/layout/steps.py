@@ -90,6 +90,8 @@ class RegroupPlan:
     """Bytes of the elements alone; what ``staging_bytes`` has more is padding."""
     decode: Decode | None = None
     encode: Encode | None = None
+    shift: int = 0
+    """What every offset in the source counts from, in all channels: where a plan has been moved to."""
 
     def by_channel(self) -> dict[int, Descriptors]:
         """Channel to (n, 3): staging offset, offset in the channel, length; only channels that get something."""
