@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,7 +15,7 @@ from kvd.layout.geometry import Geometry
 from kvd.memory.device import NpuDevice
 from kvd.memory.pool import Pool
 from kvd.memory.tensors import TensorMemory, lease_tensors
-from kvd.tensors import MAX_BLOCKS, Tensors, block_count, block_table, on_device
+from kvd.tensors import MAX_BLOCKS, Tensors, block_count, block_table, device_layout, on_device
 from kvd.transfer.parties import PartTensors
 from kvd_client import protocol as api
 from kvd_client.layouts import UNITS, DigitMap, Placement, Target, TensorMap
@@ -52,25 +53,37 @@ class Placing:
         The caller gives them back where the opening fails. Raises :class:`InvalidArgument`,
         :class:`UnsupportedLayout`, :class:`NotFound` for a cache, :class:`OutOfMemory` with the channel.
         """
+        heads: tuple[int, int] | None = None
         if request.cache:
             cache = self._cache(client, request.cache)
             placement, memory, blocks = _cached(cache, request, layout), cache.memory, cache.blocks
+            if request.cache_head >= 0:
+                heads = cache.heads, request.cache_head
         elif request.placement is not None:
             placement = request.placement.check()
-            if request.table:
-                raise InvalidArgument("a block table needs a cache to point into; open one, or leave the table out")
+            if request.table or request.cache_head >= 0:
+                raise InvalidArgument(
+                    "a block table and cache_head need a cache to point into; open one, or leave them out"
+                )
             blocks = layout.rows * block_count(layout, placement)
             memory = await self._lease(client, placement, layout, blocks)
-        elif request.table or (isinstance(request, api.OpenSink) and (request.unit or request.pull)):
-            raise InvalidArgument("table, unit and pull go with a placement or a cache; give one, or leave them out")
+        elif (
+            request.table
+            or request.cache_head >= 0
+            or (isinstance(request, api.OpenSink) and (request.unit or request.pull))
+        ):
+            raise InvalidArgument(
+                "table, cache_head, unit and pull go with a placement or a cache; give one, or leave them out"
+            )
         else:
             return None, None
         owned = not request.cache
         try:
             table = block_table(layout, placement, blocks, request.table)
-            tensors = _tensors(layout, request.lengths, request.head_start, placement, memory, blocks, table)
-            target = _target(request, placement, memory, blocks) if isinstance(request, api.OpenSink) else None
-            found = _describe(layout, placement, memory, blocks)
+            tensors = _tensors(layout, request.lengths, request.head_start, placement, memory, blocks, table, heads)
+            target = _target(request, placement, memory, blocks, heads) if isinstance(request, api.OpenSink) else None
+            whole = layout if heads is None else msgspec.structs.replace(layout, heads=heads[0])
+            found = _describe(whole, placement, memory, blocks)
             if layout.landing_slots and not found.item_bytes:
                 raise UnsupportedLayout(
                     f"entries that are fetched one by one can't be put into {found.codec}, whose elements share "
@@ -84,7 +97,7 @@ class Placing:
         if request.cache:
             memory.hold()
             self._caches[request.cache].parts += 1
-        return PartTensors(placement, tensors, memory, owned, found, table), target
+        return PartTensors(placement, tensors, memory, owned, found, table, heads[1] if heads else 0), target
 
     async def open_cache(self, client: int, request: api.OpenCache) -> tuple[api.CacheOpened, list[int]]:
         """Errors as in :meth:`open`."""
@@ -92,6 +105,14 @@ class Placing:
         heads = request.head_count or spec.kv_heads
         if not 1 <= request.blocks <= MAX_BLOCKS:
             raise InvalidArgument(f"a cache has 1 to {MAX_BLOCKS} blocks, not {request.blocks}", blocks=request.blocks)
+        device = self._device(placement)
+        channels, alignment = (device.channels, device.alignment) if device is not None else (1, 1)
+        if not device_layout(placement, channels=channels, alignment=alignment).table:
+            raise UnsupportedLayout(
+                f"layout {placement.layout[:64]!r} has no block table, so that a cache in it would hold one sequence; "
+                "choose one with blocks",
+                layout=placement.layout[:64],
+            )
         tokens = request.blocks * placement.block_tokens
         layout = part_layout(spec, heads=heads, rows=1, capacity=tokens, placed=True)
         memory = await self._lease(client, placement, layout, request.blocks)
@@ -166,6 +187,8 @@ def _cached(cache: Cache, request: api.OpenSource | api.OpenSink, layout: PartLa
     """The placement of a part in a cache; raises :class:`UnsupportedLayout` where it does not fit."""
     mine = {"layers": layout.layers, "heads": layout.heads, "entry_bytes": layout.entry_bytes}
     theirs = {"layers": cache.spec.layers, "heads": cache.heads, "entry_bytes": cache.spec.entry_bytes}
+    if request.cache_head >= 0:  # some of them
+        theirs["heads"] = min(layout.heads, cache.heads - request.cache_head)
     differ = {name: [mine[name], theirs[name]] for name in mine if mine[name] != theirs[name]}
     if differ:
         listed = ", ".join(f"{name} {one} and {other}" for name, (one, other) in differ.items())
@@ -185,6 +208,7 @@ def _tensors(
     memory: TensorMemory,
     blocks: int,
     table: npt.NDArray[np.int64],
+    heads: tuple[int, int] | None = None,
 ) -> Tensors:
     return on_device(
         layout,
@@ -196,10 +220,13 @@ def _tensors(
         blocks=blocks,
         table=table,
         bases=memory.bases,
+        heads=heads,
     )
 
 
-def _target(request: api.OpenSink, placement: Placement, memory: TensorMemory, blocks: int) -> Target:
+def _target(
+    request: api.OpenSink, placement: Placement, memory: TensorMemory, blocks: int, heads: tuple[int, int] | None
+) -> Target:
     if request.unit and request.unit not in UNITS:
         raise InvalidArgument(f"there is no unit {request.unit!r}; choose one of {', '.join(UNITS)}", unit=request.unit)
     return Target(
@@ -210,6 +237,8 @@ def _target(request: api.OpenSink, placement: Placement, memory: TensorMemory, b
         table=request.table,
         unit=request.unit,
         pull=request.pull,
+        heads=heads[0] if heads else 0,
+        first_head=heads[1] if heads else 0,
         bases=memory.bases.astype("<i8").tobytes(),
     )
 

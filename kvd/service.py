@@ -27,7 +27,7 @@ from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
 from kvd_client import protocol as api
 from kvd_client import ring
-from kvd_client.spec import MAX_ROWS, MAX_TOKENS, PartLayout, part_layout
+from kvd_client.spec import MAX_HEADS, MAX_ROWS, MAX_TOKENS, PartLayout, part_layout
 
 log = structlog.get_logger("kvd.service")
 
@@ -428,9 +428,9 @@ def _check_open(request: api.OpenSource | api.OpenSink) -> int:
             head_start=request.head_start,
             head_count=heads,
         )
-    if not 0 <= request.rank < request.ranks <= spec.kv_heads:
+    if not 0 <= request.rank < request.ranks <= MAX_HEADS:  # more than KV heads, where ranks share one
         raise InvalidArgument(
-            f"rank {request.rank} of {request.ranks} makes no sense for {spec.kv_heads} KV heads",
+            f"rank {request.rank} of {request.ranks} does not exist; there are at most {MAX_HEADS} ranks",
             rank=request.rank,
             ranks=request.ranks,
         )

@@ -18,16 +18,17 @@ from kvd.errors import InvalidArgument, UnsupportedLayout
 from kvd.layout import named
 from kvd.layout.codec import codec
 from kvd.layout.descriptor import Digit, Layout, Placed
-from kvd.layout.plan import RegroupPlan, plan_regroup
+from kvd.layout.kept import End, Plans
+from kvd.layout.steps import RegroupPlan
 from kvd_client.layouts import Placement, Target
-from kvd_client.spec import PartLayout, TokenRange
+from kvd_client.spec import MAX_HEADS, PartLayout, TokenRange
 
 Layers: TypeAlias = Sequence[tuple[int, Sequence[TokenRange]]]
 """Tokens by layer."""
 
 MAX_CHANNELS, MAX_BLOCKS = 32, 1 << 24
-MAX_PLANS = 64
-"""That a route keeps."""
+PLANS = Plans()
+"""What the transfers of this process have in common."""
 AXES = ("l", "kv", "h", "t", "d")
 
 
@@ -40,61 +41,40 @@ class Tensors:
     block_tokens: int
     """What is moved has whole blocks of this many tokens, or ends with a row."""
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The range that the tensors have of the model's: a part's, or those of the cache that it is in."""
+        return self.rows[0].held["h"]
+
 
 class Route:
-    """From one end's tensors to the other's. Layers differ in where they lie, not in what is to be done: the plan of
-    one is made once, and moved from layer to layer."""
+    """From one end's tensors to the other's.
 
-    def __init__(self, source: Tensors, target: Tensors) -> None:
+    ``heads`` are those that go, ``(start, stop)``; None: all that both ends have. Layers differ in where they lie, not
+    in what is to be done, and so do transfers of the same form: what ``plans`` has is moved.
+    """
+
+    def __init__(
+        self, source: Tensors, target: Tensors, heads: tuple[int, int] | None = None, plans: Plans | None = None
+    ) -> None:
         self.source, self.target = source, target
-        self._made: dict[tuple[int, int, bytes], tuple[int, RegroupPlan]] = {}
-        """By row, number of layers and tokens: the first layer, and the plan."""
+        both = max(source.heads[0], target.heads[0]), min(source.heads[1], target.heads[1])
+        self._heads = heads if heads != both else None
+        self._plans = PLANS if plans is None else plans
+        self._ends: dict[int, tuple[End, End]] = {}
+        """By row."""
 
     def plan(self, layers: Layers) -> list[RegroupPlan]:
         """What brings these tokens over: a plan for each row, and each run of layers of which the same tokens go.
         Raises as :func:`~kvd.layout.plan.plan_regroup`."""
         plans = []
         for first, last, row, ranges in _alike(layers):
-            key = (row, last - first, ranges.tobytes())
-            known = self._moved(first, last, key)
-            if known is None:
-                within: dict[str, tuple[int, int] | npt.NDArray[np.int64]] = {"l": (first, last), "t": ranges}
-                known = plan_regroup(self.source.rows[row], self.target.rows[row], within)
-                if len(self._made) >= MAX_PLANS:
-                    self._made.clear()
-                self._made[key] = (first, known)
-            plans.append(known)
+            ends = self._ends.get(row)
+            if ends is None:
+                source, target = (End(one.rows[row], self._plans) for one in (self.source, self.target))
+                ends = self._ends[row] = source, target
+            plans.append(self._plans.plan(*ends, (first, last), ranges, self._heads))
         return plans
-
-    def _moved(self, first: int, last: int, key: tuple[int, int, bytes]) -> RegroupPlan | None:
-        """A plan that exists, moved to other layers; None where there is none, or it can't be moved."""
-        made = self._made.get(key)
-        if made is None:
-            return None
-        begun, plan = made
-        here = _distance(self.source.rows[key[0]], begun, first, last - first)
-        there = _distance(self.target.rows[key[0]], begun, first, last - first)
-        if here is None or there is None or plan.decode is not None:
-            return None
-        copies = tuple(dataclasses.replace(copy, places=copy.places + np.array([here, 0])) for copy in plan.copies)
-        return dataclasses.replace(plan, copies=copies, requests=plan.requests + np.array([0, 0, there, 0]))
-
-
-def _distance(placed: Placed, layer: int, other: int, count: int) -> int | None:
-    """How far the tensors of ``count`` layers from ``layer`` on lie from those from ``other`` on, in every channel.
-
-    None if not all are equally far."""
-    layout, geometry = placed.layout, placed.geometry
-    digits = layout.digits("l")
-    if len(digits) != 1 or digits[0].name not in layout.tensors:
-        return None
-    name = digits[0].name
-    number = np.arange(geometry.tensors) // geometry.weight[name] % geometry.radix[name]
-    order = np.argsort(number, kind="stable")
-    by_layer = geometry.bases[order].reshape(geometry.radix[name], -1)
-    start = placed.held["l"][0]
-    far = np.unique(by_layer[other - start :][:count] - by_layer[layer - start :][:count])
-    return int(far[0]) if len(far) == 1 else None
 
 
 def in_lease(layout: PartLayout, lengths: Sequence[int], head_start: int, placement: Placement) -> Tensors:
@@ -124,13 +104,23 @@ def on_device(
     blocks: int,
     table: npt.NDArray[np.int64],
     bases: npt.NDArray[np.int64] | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> Tensors:
     """The tensors of a part that lie on a device of ``channels`` channels.
 
     ``table``: shape (rows, blocks of a row), the block that each really is, of ``blocks``. ``bases``: where each tensor
-    begins in each channel, None: one behind the other from 0. Raises :class:`UnsupportedLayout` where the layout is
-    unknown or does not fit the device.
+    begins in each channel, None: one behind the other from 0. ``heads``: where the tensors have more than the part,
+    how many, and which of them is the part's first. Raises :class:`UnsupportedLayout` where the layout is unknown or
+    does not fit the device, and :class:`InvalidArgument` for heads that the tensors do not have.
     """
+    count, skipped = (layout.heads, 0) if heads is None else heads
+    if not 0 <= skipped <= min(head_start, count - layout.heads) or count > MAX_HEADS:
+        raise InvalidArgument(
+            f"heads {head_start} to {head_start + layout.heads} can't begin at head {skipped} of tensors of {count}",
+            heads=[layout.heads, count],
+            head=skipped,
+        )
+    has = {"h": (head_start - skipped, head_start - skipped + count)}
     form = device_layout(placement, channels=channels, alignment=alignment)
     if not form.table and len(lengths) > 1:
         raise UnsupportedLayout(
@@ -145,7 +135,7 @@ def on_device(
     rows = tuple(
         Placed(
             form,
-            _held(layout, length, head_start, placement),
+            _held(layout, length, head_start, placement) | has,
             room=room,
             table=one[: -(-length // placement.block_tokens)] if form.table else None,
             bases=bases,
@@ -234,6 +224,7 @@ def of_target(layout: PartLayout, lengths: Sequence[int], head_start: int, targe
         blocks=target.blocks,
         table=block_table(layout, placement, target.blocks, target.table),
         bases=np.frombuffer(target.bases, np.int64),
+        heads=(target.heads, target.first_head) if target.heads else None,
     )
 
 

@@ -36,9 +36,10 @@ class Cache:
         """All blocks, in their order."""
         return self.of(self.layout, np.arange(self.blocks, dtype=np.int64)[None])
 
-    def of(self, layout: PartLayout, table: Indices) -> DeviceTensors:
-        """The blocks that ``table`` (rows, blocks of a row) names, as tensors of a part."""
-        return DeviceTensors(self._opened.tensors, self._buffers, layout, table)
+    def of(self, layout: PartLayout, table: Indices, head: int = 0) -> DeviceTensors:
+        """The blocks that ``table`` (rows, blocks of a row) names, as tensors of a part; ``head`` is the cache's that
+        is the part's first."""
+        return DeviceTensors(self._opened.tensors, self._buffers, layout, table, head)
 
     def close(self) -> None:
         """Give the memory back; its arrays read zeros from now on. Raises :class:`~kvd_client.errors.Busy` while

@@ -132,6 +132,7 @@ class Client:
         placement: Placement | None = None,
         cache: Cache | None = None,
         blocks: Sequence[Sequence[int]] = (),
+        cache_head: int | None = None,
     ) -> PrefillTransfer:
         """Open one rank of a transfer as its source.
 
@@ -146,7 +147,8 @@ class Client:
         profile is found; ``prefill_s`` says how many seconds prefill will take (T_p), 0 for what the profile says.
 
         ``placement`` puts the tensors on a device of this node, in the device's layout; with ``cache`` they are in an
-        engine's cache already (:meth:`open_cache`), row ``r`` in its ``blocks[r]``.
+        engine's cache already (:meth:`open_cache`), row ``r`` in its ``blocks[r]``. A transfer that has only some of
+        the cache's heads says in ``cache_head`` which of them is its first; :mod:`kvd_client.parallel` does so.
 
         Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
         :class:`PeerUnknown`, :class:`ShuttingDown`.
@@ -174,10 +176,11 @@ class Client:
             placement=placement,
             cache=cache.id if cache is not None else 0,
             table=_table(blocks),
+            cache_head=-1 if cache_head is None else cache_head,
         )
         connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
         transfer = PrefillTransfer(connection, part, layout, lengths)
-        transfer._place(cache, blocks)
+        transfer._place(cache, blocks, cache_head)
         return transfer
 
     def decode(
@@ -202,6 +205,7 @@ class Client:
         placement: Placement | None = None,
         cache: Cache | None = None,
         blocks: Sequence[Sequence[int]] = (),
+        cache_head: int | None = None,
         unit: str = "",
         pull: bool = False,
     ) -> DecodeTransfer:
@@ -245,12 +249,13 @@ class Client:
             placement=placement,
             cache=cache.id if cache is not None else 0,
             table=_table(blocks),
+            cache_head=-1 if cache_head is None else cache_head,
             unit=unit,
             pull=pull,
         )
         connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
         transfer = DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
-        transfer._place(cache, blocks)
+        transfer._place(cache, blocks, cache_head)
         return transfer
 
     def open_cache(self, spec: KVSpec, placement: Placement, blocks: int, *, heads: int = 0) -> Cache:

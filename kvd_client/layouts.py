@@ -129,6 +129,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One of :data:`UNITS`."""
     pull: bool = False
     """The sink reads what the source has regrouped; else the source writes."""
+    heads: int = 0
+    """Of each tensor, where the part has only some of them; 0: the part's."""
+    first_head: int = 0
+    """The part's first, among those."""
     bases: bytes = b""
     """int64: where each tensor begins, in every channel."""
     grants: list[ChannelGrant] = []

@@ -93,6 +93,8 @@ class OpenSource(Message, tag="open_source"):
     """They lie in this cache (:class:`OpenCache`), in the blocks of ``table``; 0: in memory of the transfer's own."""
     table: bytes = b""
     """int32: the cache's block of each (row, logical block), row after row."""
+    cache_head: int = -1
+    """The part has only some of the cache's heads: which of them is its first. -1: it has all of them."""
 
 
 class OpenSink(Message, tag="open_sink"):
@@ -123,6 +125,7 @@ class OpenSink(Message, tag="open_sink"):
     placement: Placement | None = None
     cache: int = 0
     table: bytes = b""
+    cache_head: int = -1
     unit: str = ""
     """One of :data:`kvd_client.layouts.UNITS`; empty: ``layer`` in mode ``full``, else ``chunk``."""
     pull: bool = False

@@ -25,14 +25,18 @@ class DeviceTensors:
 
     ``buffers``: each channel's bytes, uint8; none where only the device's own runtime can map them: then the tensors
     have addresses, and every look at bytes raises :class:`InvalidArgument`.
-    ``table``: int64 (rows, blocks of a row), the block that each is.
+    ``table``: int64 (rows, blocks of a row), the block that each is. ``head``: which of the tensors' heads is the
+    part's first, where it is in a cache that has more.
     """
 
-    def __init__(self, found: TensorMap, buffers: Sequence[Bytes], layout: PartLayout, table: Indices) -> None:
+    def __init__(
+        self, found: TensorMap, buffers: Sequence[Bytes], layout: PartLayout, table: Indices, head: int = 0
+    ) -> None:
         self.map = found
         self.buffers = tuple(buffers)
         self.layout = layout
         self.table = table
+        self.head = head
         self._bases = np.frombuffer(found.bases, "<i8")
         self._block = next((digit.divisor for digit in found.digits if digit.looked_up), 0)
 
@@ -110,7 +114,7 @@ class DeviceTensors:
             row=row[:, None, None],
             l=np.array(layer),
             kv=kv[:, None],
-            h=head[:, None, None],
+            h=self.head + head[:, None, None],
             t=token[:, None, None],
             d=d,
         )

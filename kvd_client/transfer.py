@@ -68,11 +68,11 @@ class Transfer:
             raise InvalidArgument(f"transfer {self.id} was opened without a placement, and has no tensors on a device")
         return self._tensors
 
-    def _place(self, cache: Cache | None, blocks: Sequence[Sequence[int]]) -> None:
+    def _place(self, cache: Cache | None, blocks: Sequence[Sequence[int]], head: int | None) -> None:
         """Find the tensors of a part that has just been opened."""
         p, found = self.layout, self._part.tensors
         if cache is not None:
-            self._tensors = cache.of(p, np.array(blocks, np.int64))
+            self._tensors = cache.of(p, np.array(blocks, np.int64), head or 0)
         elif found is not None:
             from kvd_client.tensors import DeviceTensors
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvd.errors import InvalidArgument
 from kvd.layout import codec
 from kvd.layout.codec import Bytes
-from kvd.layout.plan import Decode, RegroupPlan
+from kvd.layout.steps import Decode, RegroupPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> None:
     """From the source's channels, one memory each, into ``staging`` of at least ``plan.staging_bytes``.
 
-    The plan's offsets count from each memory's start. Block formats take memory for their pages in plain form, as much
-    as ``plan.decode`` and ``plan.encode`` say. Raises :class:`InvalidArgument` where memory is missing or too short.
+    The plan's offsets count from each memory's start, or from ``plan.shift`` there. Block formats take memory for their
+    pages in plain form, as much as ``plan.decode`` and ``plan.encode`` say. Raises :class:`InvalidArgument` where
+    memory is missing or too short.
     """
     out = _bytes(staging)
     if len(out) < plan.staging_bytes:
@@ -30,7 +31,7 @@ def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> No
             need=plan.staging_bytes,
             have=len(out),
         )
-    memories = [_bytes(memory) for memory in sources]
+    memories = [_bytes(memory)[plan.shift :] for memory in sources]
     if plan.decode:
         memories = [_decoded(plan.decode, memories)]
     target = np.empty(plan.encode.nbytes, np.uint8) if plan.encode else out

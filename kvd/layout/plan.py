@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from kvd_kernels.regrouping import MAX_DIMS
 
 from kvd.errors import InvalidArgument, UnsupportedLayout
@@ -27,92 +25,7 @@ from kvd.layout.descriptor import Placed
 from kvd.layout.opaque import as_pages
 from kvd.layout.pages import PageOrder, merged
 from kvd.layout.ranges import Ints, Ranges, common, page_terms, positions
-from kvd.types import Descriptors
-
-Requests: TypeAlias = npt.NDArray[np.int64]
-"""Shape (n, 4): source (or staging) offset, channel, offset in that channel, length; sorted by channel and offset."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """One call of ``kvd_kernels.regroup``: boxes of one shape, each from one place to another.
-
-    Box ``i``: for every index ``(a, b, …)`` below ``shape``, ``item_bytes`` bytes go from
-    ``places[i, 0] + a * source_strides[0] + b * source_strides[1] + …`` of source channel ``channel`` to
-    ``places[i, 1] + a * target_strides[0] + …`` of the staging memory. Dims are collapsed as far as they go in both;
-    the outermost target stride comes first. All in bytes.
-    """
-
-    channel: int
-    """0 where the plan decodes: the copies read the decoded pages."""
-    places: npt.NDArray[np.int64]
-    """Shape (n, 2): source offset, staging offset."""
-    shape: tuple[int, ...]
-    """() for plain runs of ``item_bytes``."""
-    source_strides: tuple[int, ...]
-    target_strides: tuple[int, ...]
-    item_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.places) * math.prod(self.shape) * self.item_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Decode:
-    """Before the copies: pages of a block format become plain, one behind the other, in memory of ``nbytes``."""
-
-    block: Codec
-    plain: Codec
-    elements: int
-    """Of a page."""
-    places: tuple[tuple[int, Ints], ...]
-    """(source channel, page offsets); decoded pages are in this order."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(offsets) for _, offsets in self.places) * self.elements * self.plain.item_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Encode:
-    """After the copies, which go to memory of ``nbytes`` instead of staging: its pages are encoded into staging."""
-
-    block: Codec
-    plain: Codec
-    elements: int
-    pages: int
-    stride: int
-    """From one encoded page to the next, in staging."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.pages * self.elements * self.plain.item_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class RegroupPlan:
-    """Both steps. Staging memory has ``staging_bytes``; the requests' source offsets count from its start."""
-
-    copies: tuple[Copy, ...]
-    """Step 1. They write disjoint bytes, in any order, after ``zero``."""
-    zero: Ints
-    """Staging offsets of pages that padding is in: ``zero_bytes`` each are zeroed before the copies."""
-    zero_bytes: int
-    staging_bytes: int
-    requests: Requests
-    """Step 2."""
-    payload_bytes: int
-    """Bytes of the elements alone; what ``staging_bytes`` has more is padding."""
-    decode: Decode | None = None
-    encode: Encode | None = None
-
-    def by_channel(self) -> dict[int, Descriptors]:
-        """Channel to (n, 3): staging offset, offset in the channel, length; only channels that get something."""
-        return {
-            int(channel): self.requests[self.requests[:, 1] == channel][:, [0, 2, 3]]
-            for channel in np.unique(self.requests[:, 1])
-        }
+from kvd.layout.steps import Copy, Decode, Encode, RegroupPlan, Requests
 
 
 def plan_regroup(source: Placed, target: Placed, within: Ranges | None = None, *, partial: bool = False) -> RegroupPlan:
@@ -146,6 +59,11 @@ def check_convertible(source: Placed, target: Placed) -> None:
     What :func:`plan_regroup` would find out later, at the price of one look at each axis.
     """
     check_conversion(source.geometry.codec, target.geometry.codec)
+    check_pages(source, target)
+
+
+def check_pages(source: Placed, target: Placed) -> None:
+    """The part of :func:`check_convertible` that is about ranges: no page of the target has to be written by halves."""
     ranges = common(source, target, None)
     if not target.layout.padding or not all(len(one) for one in ranges.values()):
         return

@@ -11,7 +11,8 @@ import numpy as np
 from kvd.errors import InvalidArgument
 from kvd.layout.descriptor import MAX_SIZE, Layout, Placed
 from kvd.layout.models import ModelShape
-from kvd.layout.plan import RegroupPlan, Requests, count_direct, plan_regroup
+from kvd.layout.plan import count_direct, plan_regroup
+from kvd.layout.steps import RegroupPlan, Requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

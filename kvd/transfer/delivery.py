@@ -21,7 +21,7 @@ REFUSED_GRACE_S = 5.0
 BATCHES = 3
 """Of layers: one that is being regrouped, one on the wire, and one between them. Bounds the memory for staging."""
 
-BATCH_LEAST, BATCH_MOST, BATCH_S = 1 << 20, 4 << 20, 0.02
+BATCH_LEAST, BATCH_MOST, BATCH_S = 1 << 20, 16 << 20, 0.02
 """Layers that are ready go together, for so many seconds of the link's time, and within these bytes."""
 
 METADATA = "metadata"

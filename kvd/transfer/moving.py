@@ -18,7 +18,7 @@ import numpy as np
 from kvd.errors import Aborted, InvalidArgument, KvdError, RemoteAccessError
 from kvd.fabric.base import Fabric, Grant, Operation, Region
 from kvd.layout.execute import regroup
-from kvd.layout.plan import RegroupPlan
+from kvd.layout.steps import RegroupPlan
 from kvd.mask import mark, mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
@@ -193,7 +193,8 @@ async def pull(move: Move, record: Record, session: Session, message: Staged) ->
     mine = record.tensors
     if record.route is None:  # the regroup is the source's own affair: staging memory follows from the target alone
         plain = msgspec.structs.replace(record.layout, placed=False)
-        record.route = Route(in_lease(plain, record.lengths, record.head_start, mine.placement), mine.tensors)
+        form = in_lease(plain, record.lengths, record.head_start, mine.placement)
+        record.route = Route(form, mine.tensors, form.heads)
     plans = record.route.plan(layers)
     nbytes = sum(plan.staging_bytes for plan in plans)
     if nbytes != message.nbytes:
@@ -247,4 +248,4 @@ def bind(record: Record) -> None:
         theirs = of_target(record.sink.layout, record.lengths, record.head_start, target)
     else:
         theirs = in_lease(record.sink.layout, record.lengths, record.head_start, placement)
-    record.route = Route(form, theirs)
+    record.route = Route(form, theirs, (record.head_start, record.head_start + record.layout.heads))

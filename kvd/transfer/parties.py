@@ -83,11 +83,13 @@ class PartTensors:
     """The memory ends with the part; else it is a cache's."""
     map: TensorMap
     table: npt.NDArray[np.int64]
+    head: int = 0
+    """The part's first, among those of its cache."""
 
     def view(self, layout: PartLayout) -> DeviceTensors:
         """The tensors of a part of this layout, by entries."""
         buffers = [np.frombuffer(memory, np.uint8) for memory in self.memory.buffers()]
-        return DeviceTensors(self.map, [b[: self.memory.nbytes] for b in buffers], layout, self.table)
+        return DeviceTensors(self.map, [b[: self.memory.nbytes] for b in buffers], layout, self.table, self.head)
 
     def give_back(self) -> None:
         if self.owned:

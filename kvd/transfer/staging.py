@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from kvd.errors import (
     Aborted,
     FabricError,
@@ -18,8 +20,8 @@ from kvd.errors import (
     UnsupportedLayout,
     error_from_code,
 )
-from kvd.layout.plan import check_convertible
-from kvd.tensors import in_lease, of_target
+from kvd.layout.plan import check_convertible, check_pages
+from kvd.tensors import Tensors, in_lease, of_target
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
@@ -64,13 +66,29 @@ def check_target(part: SourcePart, message: wire.Open) -> KvdError | None:
         return check_grain(part, message)
     try:
         theirs = of_target(message.layout, part.lengths, part.head_start, target)
-        if part.placement is None:
-            mine = in_lease(part.layout, part.lengths, part.head_start, target.placement)
-            for one, other in zip(mine.rows, theirs.rows, strict=True):
-                check_convertible(one, other)
+        placement = part.placement or target.placement
+        # Where the source's tensors lie is not the core's to know, but which part of the model's they are is.
+        plain = msgspec.structs.replace(part.layout, placed=False)
+        mine = in_lease(plain, part.lengths, part.head_start, placement)
+        _check_elements(mine, theirs)
+        for one, other in zip(mine.rows, theirs.rows, strict=True):
+            (check_convertible if part.placement is None else check_pages)(one, other)
     except KvdError as error:
         return error
     return check_grain(part, message)
+
+
+def _check_elements(source: Tensors, target: Tensors) -> None:
+    """Raise :class:`UnsupportedLayout` where the ends see other vectors in an entry: K and V here, a single one there.
+    A plan brings what both have, and would leave the rest out."""
+    mine, theirs = source.rows[0].held, target.rows[0].held
+    differ = {axis: [mine[axis][1], theirs[axis][1]] for axis in ("kv", "d") if mine[axis] != theirs[axis]}
+    if differ:
+        raise UnsupportedLayout(
+            f"the source's entries are {mine['kv'][1]} vectors of {mine['d'][1]} elements, and the sink's are "
+            f"{theirs['kv'][1]} of {theirs['d'][1]}; give both ends placements of the same tensors and dtype",
+            differ=differ,
+        )
 
 
 def check_grain(part: SourcePart, message: wire.Open) -> KvdError | None:

@@ -20,7 +20,8 @@ from kvd.layout import named
 from kvd.layout.descriptor import Placed
 from kvd.layout.execute import regroup
 from kvd.layout.models import MODELS
-from kvd.layout.plan import Ranges, plan_regroup
+from kvd.layout.plan import plan_regroup
+from kvd.layout.ranges import Ranges
 
 Case: TypeAlias = "tuple[str, int, Callable[[], object]]"
 

@@ -25,6 +25,7 @@ from kvd_client.errors import (
 )
 from kvd_client.layouts import UNITS, TensorMap
 from tests.integration.daemons import DaemonProcess, random_layer, two_daemons
+from tests.integration.fault_helpers import eventually
 
 WAIT_S = 20.0
 VECTORS = Path(__file__).parents[1] / "data" / "tenstorrent"
@@ -46,11 +47,15 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonPr
 
 
 def nothing_is_left(daemon: DaemonProcess) -> None:
-    """No lease, and no byte of a channel."""
+    """No lease, and no byte of a channel, as soon as what was on its way has landed."""
     with daemon.client("look") as look:
-        status = look.status()
-        assert (status.memory.leases, status.memory.in_use) == (0, 0)
-        assert [(device.leases, sum(device.used)) for device in status.devices] == [(0, 0)] * len(status.devices)
+
+        def given_back() -> bool:
+            status = look.status()
+            left = [status.memory.leases, status.memory.in_use]
+            return not any(left + [one for device in status.devices for one in (device.leases, *device.used)])
+
+        eventually("all memory is given back", given_back)
 
 
 @pytest.fixture
@@ -356,7 +361,12 @@ def test_what_can_not_be_is_said_at_open(clients: tuple[Client, Client]) -> None
     opening(UnsupportedLayout, "share exponents", placement=blocks, mode="parallel", landing_entries=4)
     opening(InvalidArgument, "no unit 'tensor'", unit="tensor")
     opening(InvalidArgument, "go with a placement", placement=None, pull=True)
+    opening(InvalidArgument, "cache_head need a cache", cache_head=0)
+    opening(InvalidArgument, "cache_head, unit and pull go with", placement=None, cache_head=0)
+    with pytest.raises(UnsupportedLayout, match="'tokens' has no block table"):
+        sink.open_cache(SPEC, Placement(layout="tokens"), 4)
     with sink.open_cache(SPEC, TILES, 4) as cache:
+        opening(UnsupportedLayout, "heads 2 and 1", placement=None, cache=cache, cache_head=1, blocks=[[0, 1], [2, 3]])
         opening(InvalidArgument, "needs a block table", placement=None, cache=cache)
         opening(InvalidArgument, "blocks 0 to 4", placement=None, cache=cache, blocks=[[0, 1, 2, 3], [4, 4, 4, 4]])
         opening(InvalidArgument, "2 entries", placement=None, cache=cache, blocks=[[0], [1]])

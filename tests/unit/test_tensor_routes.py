@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvd.errors import InvalidArgument, KvdError, UnsupportedLayout
 from kvd.layout.execute import regroup
-from kvd.layout.plan import RegroupPlan
+from kvd.layout.kept import Plans
+from kvd.layout.steps import RegroupPlan
 from kvd.tensors import Route, Tensors, block_table, in_lease, on_device
 from kvd_client.layouts import Placement
 from kvd_client.spec import PartLayout, TokenRange
@@ -52,13 +53,52 @@ def test_a_plan_that_was_moved_is_the_one_that_would_be_made(spread: str, back: 
     rng = np.random.default_rng(2)
     nbytes, count = (300_000, 7) if back else (LAYOUT.nbytes, 1)
     sources = [rng.integers(0, 256, nbytes, dtype=np.uint8) for _ in range(count)]
-    route = Route(one, other)
+    plans = Plans()
+    route = Route(one, other, plans=plans)
+    asked = 0
     for layers in ([2], [0], [4], [1], [3], [1, 2], [0, 1], [3, 4], [0, 1, 2, 3, 4]):
         for ranges in ([TokenRange(0, 0, 80), TokenRange(1, 32, 33)], [TokenRange(0, 32, 64)]):
-            moved, made = (r.plan([(layer, ranges) for layer in layers]) for r in (route, Route(one, other)))
+            moved, made = (
+                r.plan([(layer, ranges) for layer in layers]) for r in (route, Route(one, other, plans=Plans()))
+            )
             assert len(moved) == len(made) == len({r.row for r in ranges})
+            asked += len(moved)
             for a, b in zip(moved, made, strict=True):
                 same(a, b, sources)
+    # nine, and once more those of which a lower layer came second
+    assert plans.made == 15 if spread == "even" else 15 <= plans.made <= asked
+
+
+def test_a_plan_serves_transfers_of_the_same_form() -> None:
+    """Elsewhere in the device's memory, or of other blocks, lengths or heads: the former is moved, the latter not."""
+    plans, layers = Plans(), [(1, [TokenRange(0, 0, 80)])]
+    lease = in_lease(LAYOUT, LENGTHS, 0, TILES)
+    memory = np.random.default_rng(4).integers(0, 256, LAYOUT.nbytes, dtype=np.uint8)
+    for base, made in ((40960, 1), (81920, 1), (0, 1)):
+        tiles = device(bases=base + np.arange(10) * 10240)
+        (plan,) = Route(lease, tiles, plans=plans).plan(layers)
+        (wanted,) = Route(lease, tiles, plans=Plans()).plan(layers)
+        same(plan, wanted, [memory])
+        assert plans.made == made
+    for other in (device(table=np.array([[4, 1, 6], [0, 8, 2]])), device(channels=8), device(blocks=10)):
+        Route(lease, other, plans=plans).plan(layers)
+        made += 1
+        assert plans.made == made
+    Route(lease, tiles, (0, 1), plans).plan(layers)
+    assert plans.made == made + 1
+
+
+def test_plans_that_were_not_used_for_long_go() -> None:
+    lease, tiles = in_lease(LAYOUT, LENGTHS, 0, TILES), device()
+    plans = Plans()
+    route = Route(lease, tiles, plans=plans)
+    for number, start in enumerate((0, 32, 0, 64, 0, 32, 64)):
+        route.plan([(0, [TokenRange(0, start, min(start + 32, 80))])])
+        plans.limit = plans.limit if number else 5 * plans.nbytes // 2  # two have room
+        assert plans.nbytes <= plans.limit
+    assert plans.made == 5
+    small = Route(lease, tiles, plans=Plans(limit=0))
+    assert small.plan([(0, [TokenRange(0, 0, 32)])])[0].payload_bytes == 32 * 2 * 128
 
 
 def test_layers_of_which_the_same_goes_are_one_plan() -> None:

@@ -345,16 +345,26 @@ def test_stages_are_bounded_and_not_for_everybody() -> None:
     numbers=st.tuples(*[st.sampled_from([-1, 0, 1, 2, 4, 8, 33, 1 << 24, 1 << 40])] * 3),
     table=st.one_of(st.just(b""), st.binary(max_size=20)),
     bases=st.one_of(st.just((np.arange(4) * 64).tobytes()), st.binary(max_size=40)),
+    heads=st.one_of(st.just((0, 0)), st.tuples(*[st.sampled_from([-1, 0, 1, 2, 3, 1 << 40])] * 2)),
 )
 @settings(max_examples=300, deadline=None)
 def test_whatever_a_sink_says_of_its_tensors_it_gets_an_answer(
-    layout_name: str, block: int, tensors: int, codecs: Any, numbers: Any, table: bytes, bases: bytes
+    layout_name: str, block: int, tensors: int, codecs: Any, numbers: Any, table: bytes, bases: bytes, heads: Any
 ) -> None:
     placement = Placement(layout=layout_name, block_tokens=block, tensors=tensors, dtype=codecs[0], codec=codecs[1])
     channels, alignment, blocks = numbers
     node = Node()
     node.source()
     out = node.hear(
-        opening(placement=placement, channels=channels, alignment=alignment, blocks=blocks, table=table, bases=bases)
+        opening(
+            placement=placement,
+            channels=channels,
+            alignment=alignment,
+            blocks=blocks,
+            table=table,
+            bases=bases,
+            heads=heads[0],
+            first_head=heads[1],
+        )
     )
     assert len(sent(out, wire.Accepted)) + len(sent(out, wire.Refused)) == 1
