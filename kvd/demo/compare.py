@@ -220,8 +220,10 @@ class _Compare(Stage[Comparison]):
         cpu_s = {name: spent - before[name] for name, spent in self._cpu().items()}
         if decoded["complete"] and delivered is None:
             delivered = (await self._told("delivered"))["at"]
-        parts = (await self.status("prefill")).transfers
-        paths = next((part.paths for part in parts if part.request == request), {})
+        # The source knows what it sent on which path, the sink what it served of fetches by itself.
+        paths = await self._paths("prefill", request)
+        if filled := (await self._paths("decode", request)).get("filled"):
+            paths["filled"] = filled
         children.send("decode", do="release")
         await self.each("released", "decode")
         self._ask("release")
@@ -240,6 +242,11 @@ class _Compare(Stage[Comparison]):
             cpu_s=cpu_s,
             local_s=delivered - since if decoded["complete"] and delivered is not None else None,
         )
+
+    async def _paths(self, node: str, request: str) -> dict[str, int]:
+        """Bytes and counts of a request's part in a node's daemon, which holds it until it is released."""
+        parts = (await self.status(node)).transfers
+        return next((part.paths for part in parts if part.request == request), {})
 
     def _cpu(self) -> dict[str, float]:
         return {name: cpu_time(self.children.pid(name)) for name in (*NODES, *DAEMON.values())}
