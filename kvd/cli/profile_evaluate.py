@@ -87,10 +87,10 @@ def evaluate(
         int | None,
         typer.Option(
             "--prompts",
-            min=1,
+            min=0,
             metavar="N",
             help="Prompts of a domain at the shortest length, for on-demand ratios; of longer ones as many tokens. "
-            "[default: 4; with --quick: 2]",
+            "0: recall only. [default: 4; with --quick: 2]",
         ),
     ] = None,
     compared: Annotated[
@@ -161,7 +161,7 @@ def evaluate(
         )
     if unknown := [name for name in measured or () if name not in names]:
         raise InvalidArgument(f"there is no domain {unknown[0]!r}; there are {', '.join(names)}", domain=unknown[0])
-    most, full = prompts or defaults["prompts"], plan.Variant(plan.FULL)
+    most, full = defaults["prompts"] if prompts is None else prompts, plan.Variant(plan.FULL)
     work = plan.Work(
         domains=tuple(name for name in names if not measured or name == calibration or name in measured),
         variants=(full, *dict.fromkeys([*chosen, *wanted, *asked])),
