@@ -167,7 +167,10 @@ def test_recall_alone(model: Path, texts: list[Path], tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["prompts"]["text"] == {}
     assert report["divergence"] == {}
-    assert {label: found["one"]["of"] for label, found in report["recall"]["400"].items()} == {"full": 5, "random@0.2": 5}
+    assert {label: found["one"]["of"] for label, found in report["recall"]["400"].items()} == {
+        "full": 5,
+        "random@0.2": 5,
+    }
 
 
 def test_another_evaluations_folder_is_refused(
