@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from kvd.profiling.evaluate.texts import Domain
 
 SELECTIONS = (
-    *("exact@0.2", "exact@0.1", "exact@0.05", "infinigen@0.2", "infinigen@0.1", "infinigen:alpha=10@0.2", "hata@0.2"),
-    *("hata@0.1", "hata@0.05", "hata-untrained@0.2", "quest@0.2", "quest@0.1", "streaming@0.2", "random@0.2"),
+    *("exact@0.2", "exact@0.1", "exact@0.05", "infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2"),
+    *("hata@0.2", "hata@0.1", "hata@0.05", "hata-untrained@0.2", "quest@0.2", "quest@0.1", "streaming@0.2"),
+    "random@0.2",
 )
 RECORDED = ("exact@0.2", "infinigen@0.2", "hata@0.2")
 RECALLING = (
-    *("exact@0.2", "infinigen@0.2", "infinigen@0.1", "infinigen:alpha=10@0.2", "hata@0.2", "hata@0.1"),
+    *("exact@0.2", "exact@0.1", "infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2", "hata@0.2", "hata@0.1"),
     *("quest@0.2", "streaming@0.2", "random@0.2"),
 )
 _SELECTIONS, _RECORDED, _RECALLING = " ".join(SELECTIONS), " ".join(RECORDED), " ".join(RECALLING)
@@ -87,10 +88,10 @@ def evaluate(
         int | None,
         typer.Option(
             "--prompts",
-            min=1,
+            min=0,
             metavar="N",
             help="Prompts of a domain at the shortest length, for on-demand ratios; of longer ones as many tokens. "
-            "[default: 4; with --quick: 2]",
+            "0: recall only. [default: 4; with --quick: 2]",
         ),
     ] = None,
     compared: Annotated[
@@ -161,7 +162,7 @@ def evaluate(
         )
     if unknown := [name for name in measured or () if name not in names]:
         raise InvalidArgument(f"there is no domain {unknown[0]!r}; there are {', '.join(names)}", domain=unknown[0])
-    most, full = prompts or defaults["prompts"], plan.Variant(plan.FULL)
+    most, full = defaults["prompts"] if prompts is None else prompts, plan.Variant(plan.FULL)
     work = plan.Work(
         domains=tuple(name for name in names if not measured or name == calibration or name in measured),
         variants=(full, *dict.fromkeys([*chosen, *wanted, *asked])),

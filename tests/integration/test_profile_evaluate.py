@@ -161,6 +161,18 @@ def test_more_selections_add_to_what_is_there(
     assert {path: path.stat().st_mtime_ns for path in (out / "work").rglob("*.json")} == before
 
 
+def test_recall_alone(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    done = evaluate(model, texts, tmp_path / "out", "--prompts", 0, "--recall", "random@0.2")
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["prompts"]["text"] == {}
+    assert report["divergence"] == {}
+    assert {label: found["one"]["of"] for label, found in report["recall"]["400"].items()} == {
+        "full": 5,
+        "random@0.2": 5,
+    }
+
+
 def test_another_evaluations_folder_is_refused(
     model: Path, texts: list[Path], finished: tuple[Path, dict[Path, int], Any]
 ) -> None:

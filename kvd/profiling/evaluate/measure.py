@@ -128,11 +128,11 @@ class TextRuns:
         wanted = entries_of([state.length], settings.query_share)
         mask = np.zeros((len(state.layers), count, shape.kv_heads, state.length), bool)
         for layer in range(ALWAYS_LAYERS, len(state.layers)):
-            for number in range(count):
-                at = state.length - count + number
-                query = state.layers[layer].queries[None, :, at : at + 1]
-                _mark(mask[layer, number], selector.select(shape, query, metadata[layer], wanted, layer=layer, step=0))
-                mask[layer, number, :, at + 1 :] = False
+            queries = state.layers[layer].queries[None, :, state.length - count :]
+            found = selector.select_many(shape, queries, metadata[layer], wanted, layer=layer, steps=[0] * count)
+            for number, index in enumerate(found):
+                _mark(mask[layer, number], index)
+                mask[layer, number, :, state.length - count + number + 1 :] = False
         return mask
 
 
