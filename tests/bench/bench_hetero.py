@@ -31,6 +31,7 @@ import numpy as np
 
 from kvd.layout.execute import regroup
 from kvd.tensors import Route, in_lease, on_device
+from kvd.units import parse_rate
 from kvd_client import Client, KVSpec, Placement
 from kvd_client.spec import TokenRange
 from tests.integration.daemons import DaemonProcess, two_daemons
@@ -136,7 +137,8 @@ def clients(rate: str, nbytes: int, shaped: bool = False) -> Iterator[tuple[Clie
         if shaped:
             hosts = stack.enter_context(two_hosts())
             for host in hosts:
-                host.shape(rate)
+                # 4 ms of the link: what segmentation offload hands over at once would not fit into less
+                host.shape(rate, burst=f"{max(64, int(parse_rate(rate) * 0.004) >> 10)}kb")
             key = Path(folder) / "key"
             key.touch(mode=0o600)
             key.write_text(secrets.token_hex(32))
