@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from kvd.errors import KvdError, PeerLost, PeerUnreachable
+from kvd.errors import FabricError, KvdError, PeerLost, PeerUnreachable
 from kvd.peers.link import ControlLink
 from kvd.peers.session import PeerSession
 from kvd.peers.sockets import reason_of
@@ -74,6 +74,8 @@ def dial_failure(node: NodeId, address: str, link: ControlLink | None, error: Kv
     """What the callers of :meth:`Peers.session` get for what ended an attempt."""
     if link is not None and link.error is not None:
         error = link.error  # the peer ended it, and everything else followed from that
+    if isinstance(error, PeerLost) and error.fields.get("reason") == FabricError.code:
+        error = FabricError(error.message)  # the peer's fabric found it first, and this one was not asked any more
     if isinstance(error, KvdError) and not isinstance(error, PeerLost):
         error.fields.setdefault("peer", node)
         error.fields.setdefault("address", address)

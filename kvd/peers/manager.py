@@ -15,6 +15,8 @@ from kvd.config import is_loopback, is_wildcard
 from kvd.errors import (
     Busy,
     ConfigError,
+    FabricError,
+    FingerprintMismatch,
     KvdError,
     PeerLost,
     PeerRestarted,
@@ -39,6 +41,8 @@ from kvd_client.statuses import PeerStatus
 
 MAX_SESSIONS = 1024
 """Sessions at a time, those included that are still connecting their fabric."""
+AVOIDED_S = 60.0
+"""How long a fabric that did not work on the way to a peer, where another one did, is not offered to it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ class Peers:
     """Sessions with other nodes.
 
     ``fabrics`` are offered in this order of preference; the two sides of a session agree on the first one of the
-    dialler's that the other side has, too.
+    dialler's that the other side has, too. Where that one can't be connected, the dialler offers the others, and the
+    peer's status says why.
 
     A pair of nodes can have two sessions, one dialled by each; both work. A node that dials again replaces the
     session that it dialled before; one that comes back with a new boot id ends all of its old sessions.
@@ -245,15 +250,41 @@ class Peers:
             self._log.warning("no session with peer", peer=node, reason=str(error))
 
     async def _dial(self, node: NodeId, address: str) -> PeerSession:
+        """A session over the first fabric that works on the way to ``node``."""
+        now = asyncio.get_running_loop().time()
+        avoided = self._records.avoided(node, now)
+        offer = [name for name in self._fabrics if name not in avoided]
+        try:
+            return await self._attempt(node, address, offer)
+        except FingerprintMismatch:
+            self._records.forgive(node)  # it may have nothing but what was avoided
+            raise
+        except FabricError as error:
+            failed = error
+        fabric = str(failed.fields.get("fabric", ""))
+        rest = [name for name in offer if name != fabric]
+        if not rest or rest == offer:
+            raise failed
+        self._log.warning("fabric does not work with peer", peer=node, fabric=fabric, then=rest, reason=failed.message)
+        try:
+            session = await self._attempt(node, address, rest)
+        except FingerprintMismatch:
+            raise failed from None  # the peer has no other
+        self._records.avoid(node, address, fabric, failed.message, now + AVOIDED_S)
+        return session
+
+    async def _attempt(self, node: NodeId, address: str, fabrics: Sequence[str]) -> PeerSession:
         opened: list[socket.socket] = []
         link: ControlLink | None = None
+        agreed = ""
         try:
             control = await sockets.dial(node, address, self._config.connect_timeout_s)
             opened.append(control)
             # The lanes dial the very address that answered: a name may stand for several daemons.
             family, remote = control.family, control.getpeername()
             async with asyncio.timeout(self._config.handshake_timeout_s):
-                dialler = Dialler(self._identity, expect=node, nonce=secrets.token_bytes(NONCE_BYTES))
+                identity = dataclasses.replace(self._identity, fabrics=tuple(fabrics))
+                dialler = Dialler(identity, expect=node, nonce=secrets.token_bytes(NONCE_BYTES))
                 peer = await sockets.negotiate(control, dialler)
                 assert isinstance(peer, Established)
                 opened.remove(control)
@@ -265,10 +296,13 @@ class Peers:
                     nonce = secrets.token_bytes(NONCE_BYTES)
                     await sockets.negotiate(streams[lane], LaneDialler(self.node, peer, lane=lane, nonce=nonce))
                 opened.clear()
+                agreed = peer.fabric
                 joining = self._join(peer, link, streams, address=address, dialled=True)
                 return await unless_ended(link, joining)
         except (KvdError, OSError) as error:
             failure = dial_failure(node, address, link, error)
+            if agreed and isinstance(failure, FabricError):
+                failure.fields["fabric"] = agreed
             if link is not None:
                 link.end(failure, tell=True)
             raise failure from None
@@ -296,6 +330,7 @@ class Peers:
         opened: list[socket.socket] = [connection]
         link: ControlLink | None = None
         error: BaseException | None = None
+        joining: Established | None = None
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
                 event = await sockets.negotiate(connection, machine)
@@ -311,9 +346,14 @@ class Peers:
                         retry_after_s=1.0,
                     )
                 self._end_earlier_runs(event.node, event.boot)
+                joining = event
                 await unless_ended(link, self._join_incoming(event, link, incoming, source))
         except (KvdError, OSError) as caught:  # TimeoutError is an OSError
             error = caught
+            if joining is not None and link is not None:
+                failure = dial_failure(joining.node, source, link, caught)
+                if isinstance(failure, FabricError):  # for the status, if the dialler comes back with another fabric
+                    self._records.avoid(joining.node, source, joining.fabric, failure.message, 0.0)
         except asyncio.CancelledError:
             error = slot.evicted or self._shutting_down()
             raise

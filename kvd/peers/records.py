@@ -22,6 +22,8 @@ class _Record:
     """Attempts to connect since the last session."""
     bytes_sent: int = 0
     bytes_received: int = 0
+    avoided: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    """Fabrics that did not work on the way to it: why, and until when they are not offered to it."""
 
 
 class Records:
@@ -33,19 +35,39 @@ class Records:
 
     def connected(self, session: PeerSession) -> None:
         """A session has begun."""
-        record = self._records.get(session.node)
+        record = self._of(session.node, session.address)
+        record.boot, record.error, record.failures = session.boot, "", 0
+        record.avoided.pop(session.fabric.name, None)
+
+    def _of(self, node: NodeId, address: str) -> _Record:
+        """The node's record, made if need be."""
+        record = self._records.get(node)
         if record is None:
-            strangers = [node for node in self._records if node not in self._configured]
+            strangers = [known for known in self._records if known not in self._configured]
             if len(strangers) >= MAX_STRANGERS:
                 del self._records[strangers[0]]
-            record = self._records[session.node] = _Record(session.address)
-        record.boot, record.error, record.failures = session.boot, "", 0
+            record = self._records[node] = _Record(address)
+        return record
 
     def failed(self, node: NodeId, error: BaseException) -> None:
         """An attempt to connect has failed."""
         record = self._records[node]
         record.failures += 1
         record.error = str(error)
+
+    def avoid(self, node: NodeId, address: str, fabric: str, reason: str, until: float) -> None:
+        """A fabric does not work on the way to the node, which is proven; offer it again from ``until`` on."""
+        self._of(node, address).avoided[fabric] = reason, until
+
+    def avoided(self, node: NodeId, now: float) -> list[str]:
+        """The fabrics that shall not be offered to the node now."""
+        record = self._records.get(node)
+        return [fabric for fabric, (_, until) in record.avoided.items() if now < until] if record else []
+
+    def forgive(self, node: NodeId) -> None:
+        """Offer it all fabrics again."""
+        if (record := self._records.get(node)) is not None:
+            record.avoided.clear()
 
     def ended(self, session: PeerSession) -> None:
         """A session has ended; its counters have their last values."""
@@ -78,5 +100,5 @@ class Records:
             fabric=live.fabric.name if live else "",
             bytes_sent=record.bytes_sent + sum(s.endpoint.counters.bytes_sent for s in sessions),
             bytes_received=record.bytes_received + sum(s.endpoint.counters.bytes_received for s in sessions),
-            error="" if live else error,
+            error="; ".join(reason for reason, _ in record.avoided.values()) if live else error,
         )

@@ -24,6 +24,7 @@ from kvd.errors import (
     AddressInUse,
     AuthenticationFailed,
     ConfigError,
+    FabricError,
     FingerprintMismatch,
     PeerLost,
     PeerRestarted,
@@ -227,6 +228,54 @@ async def test_nodes_without_a_common_fabric_refuse_each_other(start):
     with pytest.raises(FingerprintMismatch, match="fabrics") as caught:
         await plain.peers.session("rich")
     assert caught.value.fields["differs"]["fabrics"] == {"rich": ["loopback"], "plain": ["tcp"]}
+
+
+class Blocked(LoopbackFabric):
+    """What is agreed on and then can't be connected: at this end, or only at the other."""
+
+    def __init__(self, *, here=True):
+        super().__init__()
+        self.here, self.tried = here, 0
+
+    async def connect(self, bringup):
+        self.tried += 1
+        if self.here:
+            raise FabricError("the path carries nothing; let it through")
+        await asyncio.Event().wait()
+
+
+@both_loops
+@pytest.mark.parametrize("end", ["dialler", "acceptor", "both"])
+async def test_a_fabric_that_cannot_be_connected_makes_room_for_the_next(start, logged, end):
+    """Both ends' statuses say why; the next dials don't try it again, until its time is over or it has worked."""
+    blocked = {name: Blocked(here=end in (name, "both")) for name in ("acceptor", "dialler")}
+    b = await start("acceptor", fabrics=[blocked["acceptor"], TcpFabric()])
+    a = await start("dialler", fabrics=[blocked["dialler"], TcpFabric()])
+    session = await a.peers.session("acceptor")
+    session.send(Delivered(transfer=0))
+    await b.messages.get()
+    for node in (a, b):
+        (status,) = node.peers.statuses()
+        assert (status.state, status.fabric) == ("connected", "tcp")
+        assert "the path carries nothing; let it through" in status.error
+    assert "carries nothing" in await logged.reason("fabric does not work with peer")
+    session.close(Aborted("again"))
+    await a.losses.get()
+    assert (await a.peers.session("acceptor")).fabric.name == "tcp"
+    assert blocked["dialler"].tried == 1
+
+
+@both_loops
+async def test_a_fabric_that_cannot_be_connected_is_named_where_there_is_no_other(start):
+    b = await start("b", fabrics=[Blocked()])
+    for fabrics in ([Blocked(here=False)], [Blocked(here=False), TcpFabric()]):
+        a = await start(f"a{len(fabrics)}", fabrics=fabrics)
+        for _ in range(2):
+            with pytest.raises(FabricError, match="carries nothing") as caught:
+                await a.peers.session("b")
+            assert (caught.value.fields["peer"], caught.value.fields["fabric"]) == ("b", "loopback")
+        assert "carries nothing" in {status.node: status.error for status in a.peers.statuses()}["b"]
+    assert b.peers.sessions() == []
 
 
 @both_loops

@@ -146,6 +146,9 @@ class Completions:
     def start(self) -> None:
         pass
 
+    def poll(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 
@@ -262,7 +265,11 @@ class World:
         for end, completions in zip(ends, self.completions, strict=True):
             completions.lanes = end._lanes
         there, back = self.boxes
-        await asyncio.gather(ends[0].connect(Bringup(back, there)), ends[1].connect(Bringup(there, back)))
+        connecting = asyncio.gather(ends[0].connect(Bringup(back, there)), ends[1].connect(Bringup(there, back)))
+        while not connecting.done():  # the path is tried
+            self.step(faults=False)
+            await asyncio.sleep(0)
+        await connecting
         return Side(fabrics[0], ends[0]), Side(fabrics[1], ends[1])  # type: ignore[arg-type]
 
     def step(self, faults: bool) -> None:

@@ -41,7 +41,7 @@ class Completions:
         self.queue.req_notify()
         self._loop.add_reader(self._descriptor, self._on_event)
         self._started = True
-        self._poll()
+        self.poll()
 
     def _on_event(self) -> None:
         try:
@@ -55,9 +55,10 @@ class Completions:
         if self._unacknowledged >= ACK_BATCH:
             self._acknowledge()
         self.queue.req_notify()  # before the poll, so that nothing is missed between them
-        self._poll()
+        self.poll()
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Handle the completions that are there."""
         for _ in range(POLLS_A_TURN):
             if self._closed:
                 return
@@ -69,7 +70,7 @@ class Completions:
             if count < POLL_BATCH:
                 break
         else:
-            self._loop.call_soon(self._poll)
+            self._loop.call_soon(self.poll)
         if not self._closed:
             self._on_batch()
 

@@ -19,6 +19,8 @@ from kvd.fabric.verbs.completions import Completions
 from kvd.fabric.verbs.device import SEND_DEPTH
 from kvd.fabric.verbs.lane import SLOT_BYTES, SLOTS, Pace, VerbsLane
 from kvd.fabric.verbs.operation import VerbsOperation
+from kvd.fabric.verbs.path import packet_bytes, path_error, unpack_finding
+from kvd.fabric.verbs.probe import Probe
 from kvd.fabric.verbs.recovery import Recovery
 from kvd.fabric.verbs.revocation import Revocations
 from kvd.fabric.verbs.totals import Totals
@@ -90,12 +92,15 @@ class VerbsEndpoint(Endpoint):
                 made.destroy()
             self._completions.close()
             raise
+        self._probe: Probe | None = None
 
     # --- bring-up -------------------------------------------------------------------------------------------------
 
     async def connect(self, bringup: Bringup) -> None:
-        """Raises :class:`FabricError` or what ``bringup`` raises; the caller closes the endpoint then."""
+        """Raises :class:`FabricError`, with a field ``path`` where the path does not carry what it must, or what
+        ``bringup`` raises; the caller closes the endpoint then."""
         device = self.fabric.device
+        probe = self._probe = Probe(device, self._post_probe)
         mine = Hello(
             version=VERSION,
             gid=device.gid,
@@ -108,6 +113,7 @@ class VerbsEndpoint(Endpoint):
             slots=SLOTS,
             slot_bytes=SLOT_BYTES,
             key=self.fabric.key,
+            scratch=probe.offer,
         )
         peer = unpack_hello(await bringup.exchange(mine.pack()))
         self._check_open()
@@ -121,11 +127,26 @@ class VerbsEndpoint(Endpoint):
         # The second exchange tells both sides that the other one can receive.
         await bringup.exchange(b"")
         self._check_open()
+        self._completions.start()
+        found = await probe.run(peer.scratch, packet_bytes(mine, peer), self._completions.poll)
+        self._check_open()
+        theirs = unpack_finding(await bringup.exchange(found.pack()))
+        self._check_open()
+        if (trouble := path_error(mine, peer, found, theirs)) is not None:
+            raise trouble
+        probe.close()
+        self._probe = None
         self._bringup = bringup
         self._connected = True
-        self._completions.start()
-        if not self._destroyed:
-            bringup.listen(self._told)
+        self._schedule()
+        bringup.listen(self._told)
+
+    def _post_probe(self, lane: Lane, item: ib.Item) -> None:
+        """Before anything else, so that the sequence 0 is free for it."""
+        try:
+            self.fabric.chain.post(self._lanes[lane].qp, [item], lane << 1, 0)
+        except ib.PyverbsError as error:
+            self._break(f"the device {self.fabric.device.name!r} takes no work request: {error}")
 
     @property
     def on_message(self) -> Callable[[Lane, bytes], None]:
@@ -233,7 +254,13 @@ class VerbsEndpoint(Endpoint):
 
     def _complete(self, wr_id: int, status: int, nbytes: int) -> None:
         lane, number = self._lanes[Lane(wr_id >> 1 & 1)], wr_id >> 2
-        if status != ib.SUCCESS:
+        if not number and not wr_id & 1:
+            if self._probe is not None:
+                self._probe.completed(lane.lane, status)
+        elif not self._connected and status != ib.SUCCESS:
+            if self._probe is not None and self._probe.passed:  # else it is the probe that failed the queue pair
+                self._break(f"a receive buffer came back with {ib.describe_status(status)} at the start", status)
+        elif status != ib.SUCCESS:
             self._failed(lane, number, status, bool(wr_id & 1))
         elif wr_id & 1:
             self._received(lane, number, nbytes)
@@ -428,6 +455,9 @@ class VerbsEndpoint(Endpoint):
             recovery.close()
         left = [operation for lane in self._lanes.values() for operation in lane.destroy()]
         self._completions.close()
+        if self._probe is not None:
+            self._probe.abort(self.ended)
+            self._probe.close()
         self.fabric.endpoints.discard(self)
         reason = closed_error(self.ended)
         for operation in left:

@@ -18,6 +18,8 @@ from kvd.fabric.verbs.wire import ID_BYTES, KEY_BYTES, Token
 
 CHAIN_LINKS = 32
 """Work requests posted at once."""
+TRIES = 2
+"""How often a path is tried before it counts as broken. Both ends find the same, so that both try again."""
 REVOKE_PATIENCE_S = 10.0
 """How long a revocation waits for the peers. Then the device refuses them, which ends their connections. More than a
 window of outstanding bytes takes; a peer that hangs loses its session before."""
@@ -114,6 +116,15 @@ class VerbsFabric(Fabric):
             entry.registration = None
 
     async def connect(self, bringup: Bringup) -> Endpoint:
+        for _ in range(TRIES - 1):
+            try:
+                return await self._connect(bringup)
+            except FabricError as error:
+                if "path" not in error.fields:
+                    raise
+        return await self._connect(bringup)
+
+    async def _connect(self, bringup: Bringup) -> Endpoint:
         try:
             endpoint = VerbsEndpoint(self, asyncio.get_running_loop())
         except ib.PyverbsError as error:

@@ -13,8 +13,8 @@ import msgspec
 from kvd.errors import FabricError, ProtocolError
 from kvd.types import Lane
 
-VERSION = 2
-"""2: queue pairs are rebuilt, which both ends must know how to."""
+VERSION = 3
+"""2: queue pairs are rebuilt, which both ends must know how to. 3: the path is tried before it is used."""
 KEY_BYTES = 32
 ID_BYTES = 16
 _MAC_BYTES = 16
@@ -37,6 +37,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     slot_bytes: int
     key: bytes
     """Under which the tokens of this fabric are authenticated."""
+    scratch: tuple[int, int] = (0, 0)
+    """Address and rkey of the memory that the peer tries the path with (:mod:`kvd.fabric.verbs.probe`)."""
 
     def pack(self) -> bytes:
         return msgspec.msgpack.encode(self)
