@@ -18,6 +18,7 @@ import itertools
 import tempfile
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvd.profiling.recorded import SUFFIX, Recorded, read
 from kvd.profiling.recorder import group_range
 from kvd_client import Client, KVSpec
 from tests.integration.daemons import two_daemons
+from tests.waiting import eventually
 
 BLOCKS, ENTRY, WAIT_S, WITHIN = 1000, 64, 60.0, 1.05
 NUMBERS = itertools.count()
@@ -93,11 +95,7 @@ def main() -> None:
         verdict = "within 5 % of" if found <= WITHIN * aim else "not within 5 % of"
         print(f"{verdict} a fresh profile after {count} requests")
         if count:
-            deadline = time.monotonic() + WAIT_S
-            while source.status().counters.get("learnt_heard", 0) == 0 or source.status().learnt[0].heard < count:
-                if time.monotonic() > deadline:
-                    raise SystemExit("the source did not hear of it")
-                time.sleep(0.1)
+            eventually("the source hears of it", partial(has_heard, source, count), WAIT_S)
             heard = judged(exported(source, spec, seen[0]))
             print(f"the source, which heard of it in messages: {heard:.4f}, {heard / aim - 1:+.1%}")
             counting = cost_of_counting(seen[0])
@@ -106,6 +104,12 @@ def main() -> None:
                 f"counting costs {counting * 1e6:.1f} us a layer and step, {counting / (took / selects):.1%} of a "
                 f"select, {step:.2%} of a decode step of {arguments.step_ms:g} ms"
             )
+
+
+def has_heard(source: Client, count: int) -> bool:
+    """Whether the source's daemon has been told of so many requests."""
+    status = source.status()
+    return status.counters.get("learnt_heard", 0) > 0 and status.learnt[0].heard >= count
 
 
 def profile_of(recorded: list[Recorded], steps: int | None = None) -> ImportanceMatrix:

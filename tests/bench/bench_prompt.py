@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import itertools
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +37,7 @@ from kvd.transfer.replay import causal_sent, global_sent
 from kvd_client import Client, KVSpec
 from kvd_client.spec import MASK_LOCAL
 from tests.integration.daemons import two_daemons
+from tests.waiting import eventually
 
 BLOCKS, ENTRY, RATE, WAIT_S = 1000, 256, "80mbit", 60.0
 Mask = npt.NDArray[np.bool_]
@@ -187,11 +187,7 @@ def serve(source: Client, sink: Client, one: Recorded, shares: npt.NDArray[np.fl
             return np.stack([decode.mask(layer)[0, : one.length] == MASK_LOCAL for layer in range(spec.layers)])
 
         def until(true: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + WAIT_S
-            while not true():
-                if time.monotonic() > deadline:
-                    raise SystemExit("the link carried nothing for a minute")
-                time.sleep(0.001)
+            eventually("the link carries something", true, WAIT_S, every=0.001)
 
         until(lambda: any(part.request == request and part.state == "running" for part in source.status().transfers))
         total = round(share * spec.layers * one.length)

@@ -7,6 +7,7 @@ port, and a peer that holds the shared key and has gone mad, on its control conn
 
 from __future__ import annotations
 
+import abc
 import array
 import asyncio
 import contextlib
@@ -39,9 +40,12 @@ from kvd_client.protocol import PROTOCOL_VERSION, GetStatus, Hello, OpenSource, 
 from kvd_client.ring import RING_EVENTS, RING_EVENTS_OFFSET, RING_HEAD_OFFSET, RING_TAIL_OFFSET
 from tests.fuzz.generate import CONTROL, Fuzz, corpus
 from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec
+from tests.waiting import eventually
 
 SPEC = small_spec()
 PATIENCE_S = 60.0
+LOOK_EVERY_S = 0.1
+"""At what the daemon holds."""
 MUTE = 100
 BATCH = 200
 """Well-formed messages before one that ends its connection."""
@@ -70,7 +74,7 @@ class Report:
     """What went wrong for the bystander or in an attacker."""
 
 
-class Attack:
+class Attack(abc.ABC):
     """One attacker: sends until ``budget`` messages are out. ``run`` is its thread."""
 
     name = ""
@@ -95,9 +99,9 @@ class Attack:
         except BaseException as error:  # shown in the report
             self.error = error
 
+    @abc.abstractmethod
     def attack(self) -> None:
         """One connection."""
-        raise NotImplementedError
 
 
 def drain(sock: socket.socket) -> bool:
@@ -276,8 +280,9 @@ class PeerAttack(Attack):
         await asyncio.get_running_loop().sock_sendall(control, hello)
         return control, lanes, writer, parser
 
+    @abc.abstractmethod
     def abuse(self, control: socket.socket, lanes: dict[Lane, socket.socket], writer: GuardWriter) -> None:
-        raise NotImplementedError
+        """What follows on a session that is up."""
 
 
 class ControlAttack(PeerAttack):
@@ -332,6 +337,8 @@ class Bystander:
     def __init__(self, source: DaemonProcess, sink: DaemonProcess) -> None:
         self.source, self.sink = source, sink
         self.stop = threading.Event()
+        self.begun = threading.Event()
+        """A transfer was well, or all is over."""
         self.transfers = 0
         self.error: BaseException | None = None
 
@@ -351,8 +358,10 @@ class Bystander:
                             assert np.array_equal(decode.layer(layer)[0, :64], random_layer(layer, 1, 64, 2, 64)[0])
                         prefill.finish(timeout_s=PATIENCE_S)
                     self.transfers += 1
+                    self.begun.set()
         except BaseException as error:  # shown in the report
             self.error = error
+            self.begun.set()
 
 
 @contextlib.contextmanager
@@ -377,14 +386,19 @@ def daemons(folder: Path) -> Iterator[tuple[DaemonProcess, DaemonProcess, tuple[
             daemon.destroy()
 
 
+def cycling(threads: list[threading.Thread]) -> Iterator[threading.Thread]:
+    """Those that still run, again and again until none does."""
+    while running := [thread for thread in threads if thread.is_alive()]:
+        yield from running
+
+
 def run(folder: Path, messages: int, seed: int, say: Callable[[str], None] = lambda text: None) -> Report:
     """Attack a daemon with about ``messages`` messages; at least so many are sent in all."""
     with daemons(folder) as (daemon, honest, address, key):
         bystander = Bystander(daemon, honest)
         quiet = threading.Thread(target=bystander.run)
         quiet.start()
-        while not bystander.transfers and bystander.error is None:
-            time.sleep(0.01)
+        bystander.begun.wait()
         before = daemon.resources()[::-1]
         attackers = [
             kind(daemon, address, key, seed * 100 + n, max(1, round(messages * share)))
@@ -395,9 +409,8 @@ def run(folder: Path, messages: int, seed: int, say: Callable[[str], None] = lam
         for thread in threads:
             thread.start()
         most = before
-        while any(thread.is_alive() for thread in threads):
-            threads[0].join(0.05)
-            time.sleep(0.05)
+        for thread in cycling(threads):
+            thread.join(LOOK_EVERY_S)
             assert daemon.process is not None
             if daemon.process.poll() is not None:
                 break
@@ -416,9 +429,9 @@ def run(folder: Path, messages: int, seed: int, say: Callable[[str], None] = lam
         after, in_use = most, -1
         if daemon.process is not None and daemon.process.poll() is None:
             with daemon.client("afterwards") as client:
-                until = time.monotonic() + PATIENCE_S
-                while (in_use := client.status().memory.in_use) and time.monotonic() < until:
-                    time.sleep(0.05)
+                with contextlib.suppress(AssertionError):  # the report says how much
+                    eventually("all memory is back", lambda: client.status().memory.in_use == 0, PATIENCE_S)
+                in_use = client.status().memory.in_use
             after = daemon.resources()[::-1]
         else:
             trouble.append("the daemon has died")

@@ -21,8 +21,9 @@ import numpy as np
 from kvd_client import Client
 from kvd_client.errors import KvdError
 from tests.integration.daemons import DaemonProcess, random_layer, small_spec
+from tests.waiting import PATIENCE_S, eventually
 
-WAIT_S = 40.0
+WAIT_S = PATIENCE_S
 """The deadline of every answer: far beyond all time-outs of the daemons under test, reached only by a hang."""
 SPEC = small_spec(layers=6, heads=4, entry_bytes=256)
 RATE = "64mbit"
@@ -79,14 +80,6 @@ def tell(do: Callable[[], object], since: float | None = None) -> Told:
     except KvdError as error:
         return Told(error.code, time.monotonic() - begin, error.fields)
     return Told("OK", time.monotonic() - begin)
-
-
-def eventually(what: str, condition: Callable[[], bool], seconds: float = WAIT_S) -> None:
-    """Ask again and again until it holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
-        time.sleep(0.01)
 
 
 # --- a transfer ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kvd_client import Client
 from kvd_client.errors import DaemonLost, KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
 from tests.integration.daemons import DaemonProcess, random_layer, small_spec, two_daemons
 from tests.integration.fault_helpers import Told, saw
+from tests.waiting import eventually
 
 WAIT_S = 20.0
 SPEC = small_spec(layers=8, heads=4, entry_bytes=256)
@@ -121,13 +122,6 @@ def bring_to(stage: str, source: Worker, sink: Worker, first: str) -> None:
         assert source.ask("finish") == "ok"
 
 
-def eventually(what: str, condition: Callable[[], bool], seconds: float) -> None:
-    """Ask again and again (each question is a round trip to a daemon) until it holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-
-
 def memory_is_back(daemon: DaemonProcess) -> Callable[[], bool]:
     def look() -> bool:
         with daemon.client("look") as client:
@@ -179,14 +173,14 @@ def test_kill_the_sinks_process(daemons: tuple[DaemonProcess, DaemonProcess], st
     with workers(prefill, decode, f"kill-sink-{stage}") as (source, sink):
         bring_to(stage, source, sink, first="sink")
         sink.kill()
-        eventually("the sink's memory is back", memory_is_back(decode), 2.0)
+        eventually("the sink's memory is back", memory_is_back(decode))
         if stage == "paired":
             assert source.ask("put", list(range(1, SPEC.layers))) in ("ok", ProcessLost.code)
         if stage != "opened":
             told = source.told("finish")
             saw("sink's process killed", stage, source=told)
             assert told.code == (ProcessLost.code if stage == "paired" else "OK")
-    eventually("the source's memory is back", memory_is_back(prefill), 2.0)
+    eventually("the source's memory is back", memory_is_back(prefill))
     serves_new_transfers(prefill, decode)
 
 
@@ -196,14 +190,14 @@ def test_kill_the_sources_process(daemons: tuple[DaemonProcess, DaemonProcess], 
     with workers(prefill, decode, f"kill-source-{stage}") as (source, sink):
         bring_to(stage, source, sink, first="source")
         source.kill()
-        eventually("the source's memory is back", memory_is_back(prefill), 2.0)
+        eventually("the source's memory is back", memory_is_back(prefill))
         if stage != "opened":
             told = sink.told("wait", None)
             saw("source's process killed", stage, sink=told)
             assert told.code == (ProcessLost.code if stage == "paired" else "OK")
         if stage == "delivered":
             assert sink.ask("read") == "same"
-    eventually("the sink's memory is back", memory_is_back(decode), 2.0)
+    eventually("the sink's memory is back", memory_is_back(decode))
     serves_new_transfers(prefill, decode)
 
 
@@ -237,8 +231,8 @@ def test_kill_a_daemon(daemons: tuple[DaemonProcess, DaemonProcess], victim: str
         dead.start()
         assert near.process.is_alive()
         assert far.process.is_alive()
-    eventually("memory is back", memory_is_back(alive), 2.0)
-    eventually("memory is back", memory_is_back(dead), 2.0)
+    eventually("memory is back", memory_is_back(alive))
+    eventually("memory is back", memory_is_back(dead))
     serves_new_transfers(prefill, decode)
 
 
@@ -261,7 +255,7 @@ def test_a_daemon_that_stands_still_is_given_up(daemons: tuple[DaemonProcess, Da
             assert near.ask("put", list(range(1, SPEC.layers))) in ("ok", *LOST)
         assert (near.ask("wait", None) if near is sink else near.ask("finish")) == PeerLost.code
     for daemon in daemons:
-        eventually("memory is back", memory_is_back(daemon), 2.0)
+        eventually("memory is back", memory_is_back(daemon))
     serves_new_transfers(prefill, decode)
 
 
@@ -300,7 +294,7 @@ def test_sigterm_lets_running_transfers_end_and_refuses_new_ones(tmp_path: Path)
         with prefill.client() as late:
             late.status()
             prefill.kill(signal.SIGTERM)
-            eventually("it drains", lambda: late.status().draining, 5.0)
+            eventually("it drains", lambda: late.status().draining)
             with pytest.raises(KvdError) as caught:
                 late.prefill("new", SPEC, LENGTHS)
             assert caught.value.code == "SHUTTING_DOWN"
@@ -318,7 +312,7 @@ def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
         with prefill.client() as late:
             late.status()
             prefill.kill(signal.SIGTERM)
-            eventually("it drains", lambda: late.status().draining, 5.0)
+            eventually("it drains", lambda: late.status().draining)
         prefill.kill(signal.SIGTERM)
         assert prefill.process is not None
         assert prefill.process.wait(10) == 0

@@ -123,11 +123,12 @@ def test_a_link_cut_for_a_moment_loses_nothing(linked: Linked, how: str) -> None
         both.bring_to("mid-way")
         begin = time.monotonic()
         with cut(linked, how) as since:
-            time.sleep(0.2)
+            meanwhile = tell(lambda: both.source.wait_delivered(timeout_s=0.2))
         short = time.monotonic() - begin < TIMEOUT_S / 4
         told = both.ends(since)
         saw(f"link cut {how} for a moment", "full mid-way", **told)
         assert {answer.code for answer in told.values()} == {"OK"} or not short
+        assert meanwhile.code in ("DEADLINE_EXCEEDED", "OK") or not short
     all_is_well(linked)
 
 

@@ -165,11 +165,12 @@ def test_a_daemon_stopped_for_a_moment_is_not_given_up(three: Three) -> None:
     with Both(three, "moment", tokens=LONG // 2) as both:
         both.bring_to("mid-way")
         with stopped(three.decode) as since:
-            time.sleep(0.2)
+            meanwhile = tell(lambda: both.source.wait_delivered(timeout_s=0.2))
         short = time.monotonic() - since < TIMEOUT_S / 2
         told = both.ends(since)
         saw("decode stopped for a moment", "full mid-way", **told)
         assert {answer.code for answer in told.values()} == {"OK"} or not short
+        assert meanwhile.code in ("DEADLINE_EXCEEDED", "OK") or not short
     all_is_well(three)
 
 

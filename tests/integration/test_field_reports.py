@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from kvd_client.errors import KvdError, LeaseExpired
 from tests.integration.daemons import DaemonProcess, random_layer, small_spec, two_daemons
+from tests.waiting import eventually
 
 WAIT_S = 20.0
 SPEC = small_spec()
@@ -114,13 +114,16 @@ def test_vllm_21784_counters_equal_what_was_sent_and_failures_are_counted(
         with source.prefill("given up", SPEC, [TOKENS]) as sent:
             sent.abort("no need")
     nbytes = SPEC.layers * TOKENS * 2 * 64
-    until = time.monotonic() + WAIT_S
-    while True:
-        grown = [{k: now.get(k, 0) - was.get(k, 0) for k in now} for was, now in zip(before, counters(), strict=True)]
-        # The delivery and the last confirmations come on different connections.
-        if grown[0]["bytes_sent"] == nbytes or time.monotonic() > until:
-            break
-        time.sleep(0.02)
+    grown: list[dict[str, int]] = []
+
+    def confirmed() -> bool:
+        """The delivery and the last confirmations come on different connections."""
+        grown[:] = [
+            {k: now.get(k, 0) - was.get(k, 0) for k in now} for was, now in zip(before, counters(), strict=True)
+        ]
+        return grown[0]["bytes_sent"] >= nbytes
+
+    eventually("all bytes are confirmed", confirmed)
     assert (grown[0]["bytes_sent"], grown[1]["bytes_received"]) == (nbytes, nbytes)
     assert grown[0]["bytes_sent_proactive"] == nbytes
     assert (grown[0]["bytes_received"], grown[1]["bytes_sent"]) == (0, 0)

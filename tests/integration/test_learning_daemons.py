@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvd.profiling.recorder import Recorder
 from kvd_client.errors import InvalidArgument, NotFound
 from kvd_client.protocol import RankBlocks
 from tests.integration.daemons import DaemonProcess, small_spec, two_daemons
+from tests.waiting import eventually
 
 WAIT_S = 30.0
 SPEC = small_spec(layers=6)
@@ -112,12 +112,6 @@ def ratio(matrix: ImportanceMatrix, steps: list[list[Any]]) -> float:
     return found
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-
-
 def test_importance_follows_the_workload(daemons: tuple[DaemonProcess, DaemonProcess], tmp_path: Path) -> None:
     code, dialogue = Workload("code"), Workload("dialogue")
     fresh, before = fresh_profile(dialogue), fresh_profile(code)
@@ -152,7 +146,10 @@ def test_importance_follows_the_workload(daemons: tuple[DaemonProcess, DaemonPro
             now = mean(lambda steps: learnt(sink, steps))
         print(f"stale {stale:.3f}, fresh {aim:.3f}, within 5 % after {needed} requests")
         # The source ranks, and so it has to know.
-        until(lambda: source.status().counters.get("learnt_heard", 0) and source.status().learnt[0].heard == 3 + needed)
+        eventually(
+            "the source hears of it",
+            lambda: source.status().counters.get("learnt_heard", 0) and source.status().learnt[0].heard == 3 + needed,
+        )
         assert mean(lambda steps: learnt(source, steps)) < 1.1 * aim
         (status,) = sink.status().learnt
         assert (status.model, status.selector, status.low, status.high) == ("test", "quest", 256, 512)

@@ -7,7 +7,6 @@ back: leases of the pool (staging among them), channels of the devices, and the 
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from kvd_client import Client, KVSpec, Placement
 from kvd_client.errors import KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
 from tests.integration.daemons import DaemonProcess, random_layer, two_daemons
+from tests.waiting import eventually
 
 WAIT_S = 20.0
 SPEC = KVSpec(layers=8, kv_heads=2, entry_bytes=256, dtype="bfloat16", model="test")
@@ -86,15 +86,15 @@ class Worker:
 
 
 def nothing_is_left(daemon: DaemonProcess) -> None:
-    """Asks again and again: a grant is given back once what is on its way has landed."""
-    end = time.monotonic() + WAIT_S
+    """A grant is given back once what is on its way has landed."""
     with daemon.client("look") as look:
-        while True:
+
+        def empty() -> bool:
             status = look.status()
             left = (status.memory.leases, status.memory.in_use, [(d.leases, sum(d.used)) for d in status.devices])
-            if left == (0, 0, [(0, 0)]):
-                return
-            assert time.monotonic() < end, f"not given back: {left}"
+            return left == (0, 0, [(0, 0)])
+
+        eventually(f"{daemon.node} has everything back", empty)
 
 
 @pytest.mark.parametrize(("way", "victim"), ENDS)
