@@ -5,7 +5,7 @@ import functools
 import pytest
 import uvloop
 
-from kvd.fabric.conformance import FabricConformance, FabricFaults
+from kvd.fabric.conformance import MIB, FabricConformance, FabricFaults
 from kvd.fabric.tcp import TcpFabric
 
 
@@ -27,6 +27,7 @@ class TestTcpWithSmallFrames(FabricConformance):
     """Every operation is cut, and the window is always full."""
 
     loop_factory = staticmethod(uvloop.new_event_loop)
+    large = 16 * MIB  # eighty windows
 
     @pytest.fixture
     def make_fabric(self):

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,23 +53,35 @@ class DaemonProcess:
         self.peers = dict(peers or {})
         self._sections = sections
         self.process: subprocess.Popen[bytes] | None = None
+        self._notified: socket.socket | None = None
 
     def start(self) -> DaemonProcess:
         """Start it, and return when it has said READY; AssertionError with its log if it ends before."""
+        self.begin()
+        return self.ready()
+
+    def begin(self) -> None:
+        """Start it without waiting for :meth:`ready`."""
         self._write_config()
         address = str(self.folder / "notify")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(address)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, open(self.log, "ab") as log:
-            ready.bind(address)
+        self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notified.bind(address)
+        with open(self.log, "ab") as log:
             self.process = self._spawn(str(self.folder / "kvd.toml"), address, log)
-            pidfd = os.pidfd_open(self.process.pid)
-            try:
-                seen, _, _ = select.select([ready, pidfd], [], [], READY_TIMEOUT_S)
-                assert ready in seen, f"daemon {self.node} did not get ready:\n{self.log.read_text()}"
-                assert b"READY=1" in ready.recv(4096)
-            finally:
-                os.close(pidfd)
+
+    def ready(self) -> DaemonProcess:
+        """Wait until a daemon that has begun says READY; AssertionError with its log if it ends before."""
+        assert self._notified is not None
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            with self._notified as notified:
+                seen, _, _ = select.select([notified, pidfd], [], [], READY_TIMEOUT_S)
+                assert notified in seen, f"daemon {self.node} did not get ready:\n{self.log.read_text()}"
+                assert b"READY=1" in notified.recv(4096)
+        finally:
+            os.close(pidfd)
         return self
 
     def _spawn(self, config: str, notify: str, log: BinaryIO) -> subprocess.Popen[bytes]:
@@ -106,6 +118,8 @@ class DaemonProcess:
         return self.process.wait(10)
 
     def destroy(self) -> None:
+        if self._notified is not None:
+            self._notified.close()
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -145,6 +159,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start_all(daemons: Iterable[DaemonProcess]) -> None:
+    """Start them side by side: most of a start is a processor's work."""
+    started = list(daemons)
+    for daemon in started:
+        daemon.begin()
+    for daemon in started:
+        daemon.ready()
+
+
 @contextlib.contextmanager
 def two_daemons(folder: Path, **config: Mapping[str, Any]) -> Iterator[tuple[DaemonProcess, DaemonProcess]]:
     """``prefill`` and ``decode`` on this host, each with the other as a peer; sections of the configuration by name."""
@@ -160,8 +183,7 @@ def two_daemons(folder: Path, **config: Mapping[str, Any]) -> Iterator[tuple[Dae
         for node, port in ports.items()
     ]
     try:
-        for daemon in daemons:
-            daemon.start()
+        start_all(daemons)
         yield daemons[0], daemons[1]
     finally:
         for daemon in daemons:

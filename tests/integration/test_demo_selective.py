@@ -122,7 +122,6 @@ def test_a_selector_that_looks_ahead_with_weights_of_its_own(tmp_path: Path, mod
 STAGES = {
     "while processes start": "starting two inference",
     "while the profile is recorded": "recorded once, prompts: 0 of",
-    "while T_p is measured": "measuring T_p",
     "in the local run": "the same in one process",
     "between runs": "full, 10 % selected: TTST",
     "after a restart of the daemons": "partial, 10 % selected: TTST",

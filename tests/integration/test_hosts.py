@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvd_client.errors import KvdError, PeerUnreachable
-from tests.integration.daemons import DaemonProcess, random_layer, small_spec
+from tests.integration.daemons import DaemonProcess, random_layer, small_spec, start_all
 from tests.integration.netns import Host, needs_netns, two_hosts
 from tests.integration.test_faults import eventually, memory_is_back
 from tests.integration.test_transfer import run_mixed_load
@@ -20,8 +20,8 @@ pytestmark = needs_netns
 PORT = 7440
 SPEC = small_spec()
 
-# 200 transfers of 16 KiB to 64 MiB: 344 MiB in all, most of them small, as in a day's work.
-SIZES = [16 << 10, 64 << 10, 256 << 10, 100_000] * 40 + [1 << 20] * 30 + [8 << 20] * 8 + [64 << 20] * 2
+# 200 transfers of 16 KiB to 64 MiB: 134 MiB in all, most of them small, as in a day's work.
+SIZES = [16 << 10, 64 << 10, 256 << 10, 100_000] * 44 + [1 << 20] * 19 + [8 << 20] * 4 + [64 << 20]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,9 @@ def start(folder: Path, hosts: tuple[Host, Host], keys: tuple[str, str]) -> tupl
                 peers={names[other]: f"{hosts[other].address}:{PORT}"},
                 config={"peers": {"key_file": str(key_file)}, "memory": {"pool": "512MiB"}},
                 prefix=host.prefix,
-            ).start()
+            )
         )
+    start_all(daemons)
     return daemons[0], daemons[1]
 
 

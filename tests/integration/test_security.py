@@ -17,7 +17,7 @@ import pytest
 from kvd.cli.main import app
 from kvd_client import Client, KVSpec
 from kvd_client.errors import KvdError
-from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec
+from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec, start_all
 from tests.integration.proxy import BULK, CONTROL, FlipOnce, Meddle, Proxy
 
 WAIT_S = 20.0
@@ -63,8 +63,7 @@ def couple(
     made = Couple(folder, keys or (key, key), security, meddle)
     with made.proxy:
         try:
-            for daemon in made.daemons:
-                daemon.start()
+            start_all(made.daemons)
             yield made
         finally:
             for daemon in made.daemons:

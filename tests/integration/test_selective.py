@@ -15,7 +15,7 @@ from kvd_client.errors import InvalidArgument, KvdError, NotFound
 from kvd_client.protocol import MODES, Fetch
 from kvd_client.selection import select_many
 from kvd_client.spec import MetadataSpec
-from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec
+from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec, start_all
 
 WAIT_S = 30.0
 SPEC = small_spec()
@@ -38,8 +38,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daem
         for node, port in ports.items()
     }
     try:
-        for daemon in found.values():
-            daemon.start()
+        start_all(found.values())
         yield found
     finally:
         for daemon in found.values():

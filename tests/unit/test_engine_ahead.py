@@ -22,22 +22,20 @@ from kvd_client.engines.selective import (  # noqa: E402
 )
 from kvd_client.engines.transformers import generate_local  # noqa: E402
 from kvd_client.errors import FingerprintMismatch, InvalidArgument  # noqa: E402
-from kvd_client.protocol import MODES, Fetch  # noqa: E402
+from kvd_client.protocol import Fetch  # noqa: E402
 from kvd_client.selectors import Selector, Weights, create, parse  # noqa: E402
 from kvd_client.selectors.exact import Exact  # noqa: E402
 from tests.engine_models import CONFIGS, random_model, random_prompts  # noqa: E402
-from tests.unit.test_engine_selective import NEW, SHARE, FakeTransfer, through  # noqa: E402
+from tests.unit.test_engine_selective import NEW, PAIRS, SHARE, FakeTransfer, through  # noqa: E402
 
 
 def infinigen_of(model: Any) -> Selector:
     return create("infinigen", weights=train("infinigen", model, random_prompts(40, 30)))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_mode_equals_one_process_bit_by_bit(name: str, mode: str) -> None:
+@pytest.mark.parametrize(("name", "mode", "turn"), PAIRS)
+def test_every_mode_equals_one_process_bit_by_bit(name: str, mode: str, turn: int) -> None:
     model, prompts = random_model(name), random_prompts(60, 33)
-    turn = MODES.index(mode) + list(CONFIGS).index(name)
     for selector in (infinigen_of(model), parse(["hata:ahead=1", "quest:ahead=1"][turn % 2])):
         _, tokens, logits, steps = through(model, prompts, selector, mode, window_tokens=4)
         alone = decode_selective_local(model, prompts, selector, share=SHARE, max_new_tokens=NEW)
