@@ -50,8 +50,21 @@ def test_recall_marks_tell_what_is_kept_from_what_is_lost() -> None:
     assert lost.reached is False
     assert "2 lost, 1 of them by exact selection of that share too, 0 gained" in lost.figures
     assert "15% of the prompt selected" in lost.figures
+    beside = found["recall with infinigen@0.2 equals exact selection's"]
+    assert beside.reached is False
+    assert beside.figures == "1 lost that exact selection of that share keeps, 0 gained"
+    assert "recall with hata@0.2 equals exact selection's" not in found, "exact selection was not measured at 2,048"
     assert found["recall with streaming@0.2 does not"].reached
     assert found["recall with infinigen@0.1 equals the full cache's"].reached is None
+
+
+def test_what_exact_selection_loses_too_is_told_apart() -> None:
+    hidden = HIDDEN | {(1024, "infinigen@0.2"): [cell("xxxx.", "xxxx."), cell("xxxxx", "xxxxx")]}
+    found = {mark.claim: mark for mark in marks(recalls(Results({}, hidden, {})), {})}
+    assert found["recall with infinigen@0.2 equals the full cache's"].reached is False
+    beside = found["recall with infinigen@0.2 equals exact selection's"]
+    assert beside.reached
+    assert beside.figures == "0 lost that exact selection of that share keeps, 0 gained"
 
 
 def test_a_loss_by_chance_is_not_told_from_none() -> None:
