@@ -9,7 +9,8 @@ holds.
 
 ``convert``: a plain transfer, then the tiling in the sink's host memory, layer by layer with PyTorch where it is
 installed (what an engine without kvd does), else with NumPy. ``convert (kernel)``: the same with kvd's own kernel.
-``paged``: straight into a paged cache whose blocks are scattered, four tiles a request. ``per tile``: the same on a
+``paged``: straight into a paged cache whose blocks are scattered, four tiles a request. ``staged``: layer by layer into
+tensors of its own, and a kernel scatters them into the cache when all is there. ``per tile``: the same on a
 device of 32 channels, where each tile of a block lies in a channel of its own, so that each is a request of 2 KiB.
 """
 
@@ -26,10 +27,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kvd_kernels
 import msgspec
 import numpy as np
 
 from kvd.layout.execute import regroup
+from kvd.layout.plan import plan_direct
 from kvd.tensors import Route, in_lease, on_device
 from kvd.units import parse_rate
 from kvd_client import Client, KVSpec, Placement
@@ -49,6 +52,7 @@ class Bench:
     def __init__(self, source: Client, sink: Client, spec: KVSpec, tokens: int) -> None:
         self.source, self.sink, self.spec, self.tokens = source, sink, spec, tokens
         self.number = 0
+        self._scatter: tuple[Any, Any] | None = None
         self._pids = [client.status().pid for client in (source, sink)]
 
     def run(self, after: Callable[[Any], None] | None = None, **options: Any) -> tuple[float, dict[str, int]]:
@@ -83,6 +87,33 @@ class Bench:
         blocks = 2 * -(-self.tokens // 32)
         with self.sink.open_cache(self.spec, placement, blocks) as cache:
             return self.run(cache=cache, blocks=[list(range(0, blocks, 2))], unit="layer")
+
+    def staged(self, placement: Placement) -> tuple[float, dict[str, int]]:
+        """Into tensors of the transfer's own, in the fewest requests of a layer; from there a kernel scatters them into
+        every second block of a cache, within each channel (HAWK, section 4.2: "limited intra-channel movement")."""
+        count = -(-self.tokens // 32)
+        with self.sink.open_cache(self.spec, placement, 2 * count) as cache:
+
+            def scatter(decode: Any) -> None:
+                mine, theirs = decode.tensors, cache.tensors
+                key = (mine.map.bases, theirs.map.bases)
+                if self._scatter is None or self._scatter[0] != key:
+                    ends = [
+                        on_device(
+                            decode.layout, [self.tokens], 0, placement, channels=mine.channels, alignment=64,
+                            blocks=blocks, table=np.arange(0, blocks, blocks // count, dtype=np.int64)[None],
+                            bases=np.frombuffer(one.map.bases, np.int64),
+                        ).rows[0]
+                        for one, blocks in ((mine, count), (theirs, 2 * count))
+                    ]  # fmt: skip
+                    self._scatter = key, plan_direct(*ends)
+                for channel, requests in self._scatter[1].items():
+                    assert (requests[:, 1] == channel).all()
+                    for nbytes in np.unique(requests[:, 3]).tolist():
+                        places = np.ascontiguousarray(requests[requests[:, 3] == nbytes][:, [0, 2]])
+                        kvd_kernels.regroup(mine.buffers[channel], theirs.buffers[channel], places, (), (), (), nbytes)
+
+            return self.run(scatter, placement=placement, unit="layer")
 
     def convert_with_kernel(self, decode: Any) -> None:
         """Tile a token-major lease as the regroup does, into memory of this process."""
@@ -126,7 +157,7 @@ def clients(rate: str, nbytes: int, shaped: bool = False) -> Iterator[tuple[Clie
     room = f"{(5 * nbytes >> 20) + 64}MiB"
     config: dict[str, Any] = {
         "memory": {"pool": room, "arena": "64MiB"},
-        "npu.npu": {"channels": 8, "channel_bytes": f"{(2 * nbytes // 8 >> 20) + 4}MiB", "alignment": 64},
+        "npu.npu": {"channels": 8, "channel_bytes": f"{(3 * nbytes // 8 >> 20) + 4}MiB", "alignment": 64},
         "npu.wide": {"channels": 32, "channel_bytes": f"{(2 * nbytes // 32 >> 20) + 4}MiB", "alignment": 64},
         # nothing here fetches: the plain transfer shall not be held back for it either
         "selective": {"fetch_delay_s": 10.0},
@@ -174,6 +205,7 @@ def measure(tokens: int, rate: str, rounds: int, layers: int, chosen: list[str],
             "chunks, push": lambda: bench.run(placement=TILES, unit="chunk"),
             "convert (kernel)": lambda: bench.run(bench.convert_with_kernel),
             "paged": lambda: bench.paged(TILES),
+            "staged": lambda: bench.staged(TILES),
             "per tile": lambda: bench.paged(WIDE),
         }
         if torch:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.errors import InvalidArgument, UnsupportedLayout
+from kvd.errors import Aborted, DeadlineExceeded, InvalidArgument, KvdError, UnsupportedLayout
 from kvd.layout.execute import regroup
 from kvd.layout.geometry import Geometry
 from kvd.placing import tensor_map
 from kvd.tensors import Route, Tensors, on_device
 from kvd_client.layouts import Placement
-from kvd_client.parallel import Piece, divide, heads_of
+from kvd_client.parallel import ParallelDecode, Piece, divide, heads_of
 from kvd_client.spec import PartLayout, TokenRange
 from kvd_client.tensors import DeviceTensors
 
@@ -160,3 +160,57 @@ def test_heads_that_the_tensors_do_not_have() -> None:
         rank.part(rank.layout, 3)
     with pytest.raises(InvalidArgument, match="can't begin at head -1"):
         rank.part(rank.layout, 1)
+
+
+# --- waiting for several pieces ---------------------------------------------------------------------------------------
+
+
+class Waited:
+    """A piece's transfer: what each wait for it ends with, None: it is ready. The last one stays."""
+
+    def __init__(self, *ends: KvdError | None) -> None:
+        self.ends, self.turns, self.aborted = list(ends), 0, ""
+
+    def wait_ready(self, layer: int | None, timeout_s: float | None) -> None:
+        self.turns += 1
+        end = self.ends.pop(0) if len(self.ends) > 1 else self.ends[0]
+        if end is not None:
+            raise end
+
+    def abort(self, reason: str) -> None:
+        self.aborted = reason
+
+
+TURN = DeadlineExceeded("not yet", timeout_s=0.5)
+"""What a wait raises whose time is up."""
+
+
+def waiting(*parts: Waited) -> ParallelDecode:
+    layout = PartLayout(layers=1, heads=len(parts), entry_bytes=64, rows=1, capacity=9)
+    pieces: list[Any] = [(Piece(0, 0, head, 1), part) for head, part in enumerate(parts)]
+    return ParallelDecode(layout, 0, pieces, None, (), False)
+
+
+def test_a_piece_that_fails_is_heard_of_while_another_is_waited_for() -> None:
+    slow, failed, done = Waited(TURN), Waited(TURN, Aborted("its source is gone")), Waited(None)
+    with pytest.raises(Aborted, match="source is gone"):
+        waiting(slow, failed, done).wait_ready()
+    assert (slow.turns, failed.turns, done.turns) == (2, 2, 1)
+    assert "source is gone" in slow.aborted
+
+
+def test_a_wait_takes_as_long_as_its_pieces_and_no_longer_than_asked() -> None:
+    slow, slower, done = Waited(TURN, TURN, None), Waited(TURN, TURN, None), Waited(None)
+    waiting(slow, slower, done).wait_ready()
+    assert (slow.turns, slower.turns, done.turns) == (3, 3, 1)
+    for parts in ((Waited(TURN), Waited(None)), (Waited(TURN), Waited(TURN))):
+        with pytest.raises(DeadlineExceeded, match="not yet"):
+            waiting(*parts).wait_ready(timeout_s=0)
+        assert not any(part.aborted for part in parts)  # it goes on
+
+
+def test_a_transfer_whose_own_deadline_has_passed_has_failed() -> None:
+    passed, other = Waited(DeadlineExceeded("too late", request="r")), Waited(TURN)
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        waiting(passed, other).wait_ready()
+    assert other.aborted
