@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +41,26 @@ def link_down() -> Iterator[None]:
         # The routes of guest/net.sh, which went with the link.
         _ip("route replace 10.77.0.2 dev veth0 src 10.77.0.1 table 101")
         _ip("route replace 10.77.0.1 dev veth1 src 10.77.0.2 table 102")
+
+
+@contextlib.contextmanager
+def packets_vanish() -> Iterator[None]:
+    """Each device's packets leave, and are dropped where they arrive, as by a firewall; the links are up."""
+    paths = [Path(f"/proc/sys/net/ipv4/conf/veth{number}/accept_local") for number in range(2)]
+    for path in paths:  # guest/net.sh: both ends are this host's, so that a packet's source is an address of its own
+        path.write_text("0")
+    try:
+        yield
+    finally:
+        for path in paths:
+            path.write_text("1")
+
+
+@contextlib.contextmanager
+def large_packets_vanish() -> Iterator[None]:
+    """What rxe0 sends is dropped if it is longer than Ethernet's usual MTU, as by a switch."""
+    _ip("link set veth1 mtu 1500")
+    try:
+        yield
+    finally:
+        _ip("link set veth1 mtu 4500")

@@ -10,18 +10,28 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvd.errors import FabricError, InvalidArgument, RemoteAccessError
 from kvd.types import Lane
-from tests.verbs.devices import DEVICES, link_down, needs_devices
+from tests.verbs.devices import DEVICES, large_packets_vanish, link_down, needs_devices, packets_vanish
 
 pytestmark = needs_devices
 pytest.register_assert_rewrite("kvd.fabric.conformance")
 
-from kvd.fabric.conformance import Pair, connected, failure, one, open_descriptors  # noqa: E402
+from kvd.fabric.conformance import (  # noqa: E402
+    Pair,
+    connected,
+    failure,
+    memory_bringups,
+    one,
+    open_descriptors,
+)
 
 
 def on_pair(test):
@@ -55,14 +65,15 @@ async def test_transfers_show_no_mask_before_its_data_and_leave_nothing_behind(p
     part = TRANSFERS // slots // 5
     source, region = pair.left.memory(slots * (size + 1), fill=0)
     target, whole = pair.right.granted(slots * (size + 1))
-    data, masks = target[: slots * size].reshape(slots, size), target[slots * size :]
+    # Eight bytes of data at a time, to look often: eight that are not all of a generation are less than eight that are.
+    data, masks = target[: slots * size].view(np.uint64).reshape(slots, size // 8), target[slots * size :]
     early: list[int] = []
     looks, finished = 0, threading.Event()
 
     def poll() -> None:
         nonlocal looks
-        while not finished.wait(0.003):  # leaves most of the only CPU to the writes
-            generations = masks.copy()  # before the data, which may only be newer
+        while not finished.wait(0.01):  # leaves most of the only CPU to the writes
+            generations = masks.astype(np.uint64) * 0x0101010101010101  # before the data, which may only be newer
             early.extend(np.flatnonzero(data.min(axis=1) < generations).tolist())
             looks += 1
 
@@ -329,31 +340,131 @@ async def test_a_destroyed_queue_pair_ends_the_connection(pair: Pair) -> None:
     await pair.right.until(lambda: len(pair.right.lost) > 0)
 
 
+def rnr_naks() -> int:
+    """How often the left device was told that the receiver is not ready."""
+    return int(Path(f"/sys/class/infiniband/{DEVICES[0]}/ports/1/hw_counters/rcvd_rnr_err").read_text())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what no callback tells."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("held", ["messages", "buffers"])
+def test_a_receiver_that_does_not_receive_is_waited_for(held: str) -> None:
+    """Credits: exactly as many messages go out as the peer has buffers for, and the rest waits on this side. Where the
+    buffers are gone all the same, the device waits, for ever (the session's heartbeat decides), and nothing is lost."""
+
+    @on_pair
+    async def body(pair: Pair) -> None:
+        from kvd.fabric.verbs.lane import SLOTS
+
+        count = 3 * SLOTS
+        near, far = (side.endpoint._lanes[Lane.BULK] for side in (pair.left, pair.right))
+        left_out: list[int] = []
+        completions = pair.right.endpoint._completions
+        if held == "messages":  # the right side's process does not look at its completions
+            completions._loop.remove_reader(completions._descriptor)
+        else:  # it takes the messages out of their buffers and does not give these back
+            far.recycle = left_out.append
+        naks = rnr_naks()
+        messages = [number.to_bytes(2) for number in range(count)]
+        operations = [pair.left.endpoint.send(Lane.BULK, message) for message in messages]
+        if held == "messages":
+            await until(lambda: near._sent_frames >= SLOTS and not near._posted)  # the device has acknowledged them
+            assert near._sent_frames == SLOTS
+            assert rnr_naks() == naks
+            completions._loop.add_reader(completions._descriptor, completions._on_event)
+            completions._on_event()
+        else:
+            await until(lambda: rnr_naks() > naks and far._receives_out == 0)
+            del far.recycle
+            for slot in left_out:
+                far.recycle(slot)
+        await asyncio.gather(*(operation.done for operation in operations))
+        assert [body for _, body in pair.right.messages] == messages
+        assert [recovery.epoch for recovery in pair.left.endpoint._recoveries.values()] == [0, 0]
+        await pair.both_live()
+
+    body()
+
+
+def test_a_receiver_without_buffers_is_named_and_recovered_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that gives up waiting after one try: RNR is named, the queue pair is rebuilt with all its buffers,
+    and every message arrives once and in order."""
+    from kvd.fabric.verbs import device
+
+    monkeypatch.setattr(device, "RNR_FOREVER", 1)
+
+    @on_pair
+    async def body(pair: Pair) -> None:
+        far = pair.right.endpoint._lanes[Lane.BULK]
+        recovery = pair.left.endpoint._recoveries[Lane.BULK]
+        reasons: list[str] = []
+        begin = recovery._begin
+
+        def begins() -> None:
+            reasons.append(recovery._reason)
+            begin()
+
+        monkeypatch.setattr(recovery, "_begin", begins)
+        monkeypatch.setattr(far, "recycle", lambda slot: None)
+        messages = [number.to_bytes(2) for number in range(3 * far.receive_slots)]
+        operations = [pair.left.endpoint.send(Lane.BULK, message) for message in messages]
+        await asyncio.gather(*(operation.done for operation in operations))
+        await pair.right.until(lambda: len(pair.right.messages) >= len(messages))
+        assert [body for _, body in pair.right.messages] == messages
+        assert recovery.epoch >= 2
+        assert any(
+            "IBV_WC_RNR_RETRY_EXC_ERR" in reason and "no receive buffer at the peer" in reason for reason in reasons
+        )
+        assert pair.left.lost == pair.right.lost == []
+
+    body()
+
+
 @pytest.mark.race
-@on_pair
-async def test_a_link_that_is_down_for_longer_than_the_retries_costs_nothing(pair: Pair) -> None:
+def test_a_link_that_is_down_for_longer_than_the_retries_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device gives up within half a second; the connection tries on, and what was under way gets through."""
-    source, region = pair.left.memory(100_000)
-    target, grant = pair.right.granted(100_000)
-    with link_down():
-        operations = [
-            pair.left.endpoint.write(lane, region, grant.token, one(n * 1000, n * 1000, 1000), notify=n.to_bytes(1))
-            for n in range(100)
-            for lane in [Lane(n % 2)]
-        ]
-        operations.append(pair.right.endpoint.send(Lane.BULK, b"back"))
-        await asyncio.wait([operations[0].done], timeout=2)
-    for operation in operations:
-        await operation.done
-    assert (source == target).all()
-    await pair.right.until(lambda: len(pair.right.messages) == 100)
-    for lane in Lane:
-        assert [body[0] for where, body in pair.right.messages if where is lane] == list(range(lane, 100, 2))
-    assert pair.left.endpoint._recoveries[Lane.BULK].epoch >= 1
-    assert pair.left.lost == pair.right.lost == []
+    from kvd.fabric.verbs import recovery
+
+    # Each try to reach the peer may hold the event loop for a second, and here both ends share one.
+    monkeypatch.setattr(recovery, "PATIENCE_S", 40.0)
+
+    @on_pair
+    async def body(pair: Pair) -> None:
+        source, region = pair.left.memory(100_000)
+        target, grant = pair.right.granted(100_000)
+        with link_down():
+            operations = [
+                pair.left.endpoint.write(lane, region, grant.token, one(n * 1000, n * 1000, 1000), notify=n.to_bytes(1))
+                for n in range(100)
+                for lane in [Lane(n % 2)]
+            ]
+            operations.append(pair.right.endpoint.send(Lane.BULK, b"back"))
+            await asyncio.wait([operations[0].done], timeout=2)
+        for operation in operations:
+            await operation.done
+        assert (source == target).all()
+        await pair.right.until(lambda: len(pair.right.messages) == 100)
+        for lane in Lane:
+            assert [body[0] for where, body in pair.right.messages if where is lane] == list(range(lane, 100, 2))
+        assert pair.left.endpoint._recoveries[Lane.BULK].epoch >= 1
+        assert pair.left.lost == pair.right.lost == []
+
+    body()
 
 
-def test_a_link_that_stays_down_ends_the_connection_and_the_next_one_works() -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are given up sooner, though not before the device's own retries are over several times."""
+    from kvd.fabric.verbs import recovery
+
+    monkeypatch.setattr(recovery, "PATIENCE_S", 2.0)
+
+
+def test_a_link_that_stays_down_ends_the_connection_and_the_next_one_works(impatient: None) -> None:
     @on_pair
     async def broken(pair: Pair) -> None:
         _, region = pair.left.memory(1000)
@@ -372,6 +483,32 @@ def test_a_link_that_stays_down_ends_the_connection_and_the_next_one_works() -> 
 
     broken()
     whole()
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "says"),
+    [(packets_vanish, "carries nothing: "), (large_packets_vanish, "carries small packets, but none of 4096 bytes: ")],
+)
+def test_a_path_that_drops_packets_is_not_used(obstacle: Callable[[], Any], says: str) -> None:
+    """Everything connects all the same; only the probe finds it out, and both ends are told. Then all is well again."""
+    from kvd.fabric.verbs.fabric import VerbsFabric
+
+    async def body() -> None:
+        fabrics = [VerbsFabric(device=device) for device in DEVICES]
+        before = open_descriptors()
+        with obstacle():
+            near, far = memory_bringups(())
+            errors = await asyncio.gather(fabrics[0].connect(near), fabrics[1].connect(far), return_exceptions=True)
+        for error in errors:
+            assert type(error) is FabricError
+            assert says in error.message
+        assert [fabric.endpoints for fabric in fabrics] == [set(), set()]
+        assert open_descriptors() == before
+        ready = iter(fabrics)
+        async with connected(lambda: next(ready)) as pair:
+            await pair.both_live()
+
+    asyncio.run(asyncio.wait_for(body(), 100))
 
 
 class PipeBringup:
@@ -409,7 +546,7 @@ async def serve_peer(bringup: PipeBringup) -> None:
     await asyncio.Event().wait()
 
 
-def test_a_killed_peer_process_is_noticed_by_the_next_write() -> None:
+def test_a_killed_peer_process_is_noticed_by_the_next_write(impatient: None) -> None:
     """Nobody says goodbye: the device's retries end, with a named error, and everything is given back."""
     from kvd.fabric.verbs.fabric import VerbsFabric
 

@@ -5,11 +5,11 @@ crosses to the peer, ``probe`` tries the path before it is used and ``path`` say
 queue pair's work and ``window`` how much of it is outstanding, ``recovery`` rebuilds a queue pair that failed,
 ``revocation`` takes grants back, ``endpoint`` is a connection to one peer, ``fabric`` all.
 
-On-demand answers are chains of WRITEs, one a row, and not SENDs into scatter lists that the sink has posted. One SEND
-costs 0.16 (rows of 128 B) to 0.46 (1 KiB) of what 32 WRITEs cost in instructions on soft-RoCE (``python -m
-tests.verbs.run --count -- python -m tests.verbs.bench``), most of which is soft-RoCE's own work for each packet. But a
-receive buffer can't be taken back: it is the next message's, whatever that is, until it is used or its queue pair is
-reset. A fetch that is cancelled or late, or a lease that goes back, would cost the queue pair on which everybody else's
-answers are under way, where a grant is revoked alone; and answers would have to come in the order of the questions,
-where now one whose layer is not computed yet keeps no other waiting.
+On-demand answers are chains of WRITEs, one a row, and not SENDs into scatter lists that the sink has posted, though one
+SEND costs but 0.16 (rows of 128 B) to 0.46 (1 KiB) of the instructions of 32 WRITEs on soft-RoCE (``python -m
+tests.verbs.run --count -- python -m tests.verbs.bench``). A receive buffer can't be taken back: it is the next
+message's, whatever that is, until it is used or its queue pair is reset. A fetch that is cancelled or late, or a lease
+that goes back, would cost the queue pair on which everybody else's answers are under way, where a grant is revoked
+alone; and answers would have to come in the order of the questions, where now one whose layer is not computed yet keeps
+no other waiting.
 """
