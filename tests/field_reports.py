@@ -34,6 +34,7 @@ ROWS = (
         ("vllm#29906", "vllm#25067"),
         "an abort races the end of prefill, blocks pinned for minutes",
         (
+            "simulation/test_commands.py::test_hours_of_load_leave_nothing",
             "integration/test_transfer.py::test_vllm_29906_abort_at_completion_twice",
             "unit/test_transfer_ends.py::test_vllm_29906_abort_at_completion_does_nothing_and_release_frees_at_once",
             "unit/test_transfer_ends.py::test_vllm_29906_abort_races_delivered",
@@ -210,7 +211,10 @@ ROWS = (
     Row(
         ("vllm#26744", "vllm#30358", "vllm#46204"),
         "block 16 to 128, block counts differ, forced HND permutes the wrong axis",
-        (),
-        "layouts are one for all nodes here; whatever differs is refused (vllm#14952)",
+        (
+            "unit/test_layout_named.py::test_ranks_and_blocks_that_differ",
+            "unit/test_layout_named.py::test_caches_of_engines",
+            "integration/test_tensor_transfers.py::test_straight_into_a_paged_cache_by_its_block_table",
+        ),
     ),
 )

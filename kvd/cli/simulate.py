@@ -190,6 +190,7 @@ def show(scenario: Scenario, results: list[Result]) -> None:
         ["busiest source's link", *(f"{100 * result.source_link:.0f} %" for result in results)],
         ["requests at a time, most", *(str(result.most_running) for result in results)],
         ["pool of a decode node", *(about(result.pool_bytes) for result in results)],
+        ["transfers left at the end", *(str(result.left) for result in results)],
         ["ended", *(", ".join(f"{code} {n}" for code, n in result.codes.items()) or "-" for result in results)],
     ]
     write_parts([table(["", *(result.mode for result in results)], rows)])

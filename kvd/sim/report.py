@@ -41,6 +41,8 @@ class Result:
     most_running: int
     pool_bytes: int
     """What a decode node's pool has to hold."""
+    left: int
+    """Ends of transfers that the nodes still hold when every request has ended: none, unless kvd is wrong."""
     simulated_s: float
     all_ttst_s: list[float] = dataclasses.field(repr=False)
     """Of every request, sorted; for the picture."""
@@ -68,6 +70,7 @@ def summarise(cluster: Cluster) -> Result:
         source_link=max(host.nic.busy_s for host in cluster.prefill) / span,
         most_running=cluster.most_running,
         pool_bytes=cluster.most_bytes,
+        left=sum(len(host.core.parts) for host in (*cluster.prefill, *cluster.decode)),
         simulated_s=cluster.clock.now,
         all_ttst_s=sorted(_ttst(ended)),
     )

@@ -24,6 +24,7 @@ import ssl
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "authentic": {"level": "authentic"},
     "secret": {"level": "secret"},
 }
+Contestants = dict[str, dict[str, Any]]
+"""Options of the fabric, by name."""
 Streams = dict[str, dict[Lane, tuple[socket.socket, socket.socket]]]
 
 
@@ -59,17 +62,17 @@ class Bringup:
         return self._pipe.recv_bytes()
 
 
-def contestants(rate: float) -> dict[str, dict[str, Any]]:
-    return {
-        **VARIANTS,
-        **{f"{name} paced": {**options, "rate": rate} for name, options in VARIANTS.items()},
-    }
+def contestants(rate: float, names: Sequence[str]) -> Contestants:
+    chosen = {name: VARIANTS[name] for name in names}
+    return {**chosen, **{f"{name} paced": {**options, "rate": rate} for name, options in chosen.items()}}
 
 
-async def sink(pipe: Connection, streams: Streams, rate: float, tls: socket.socket, context: ssl.SSLContext) -> None:
+async def sink(
+    pipe: Connection, streams: Streams, all_of: Contestants, tls: socket.socket, context: ssl.SSLContext
+) -> None:
     memory = np.ones(ONE_PIECE, np.uint8)
     fabrics = []
-    for name, options in contestants(rate).items():
+    for name, options in all_of.items():
         fabric = TcpFabric(**options)
         region = fabric.register(memoryview(memory))
         grant = fabric.grant(region, 0, ONE_PIECE)
@@ -130,13 +133,18 @@ class Source:
 
 
 async def measure(
-    rounds: int, pipe: Connection, streams: Streams, rate: float, tls: socket.socket, context: ssl.SSLContext
+    rounds: int,
+    pipe: Connection,
+    streams: Streams,
+    all_of: Contestants,
+    tls: socket.socket,
+    context: ssl.SSLContext,
 ) -> dict[str, Any]:
     memory = np.random.default_rng(3).integers(0, 256, ONE_PIECE, np.uint8)
     source = Source(pipe, memory)
     ends: dict[str, tuple[Endpoint, Any, bytes]] = {}
     fabrics = []
-    for name, options in contestants(rate).items():
+    for name, options in all_of.items():
         fabric = TcpFabric(**options)
         endpoint = await fabric.connect(Bringup({k: v[0] for k, v in streams[name].items()}, pipe, True))
         endpoint.on_message = lambda lane, message: None  # begins to receive: acknowledgements, here
@@ -214,12 +222,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what each level of protection costs")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rate", default="3gbit")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="those to compare, with commas between")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     import uvloop
 
-    rate = float(parse_rate(arguments.rate))
-    streams: Streams = {name: {lane: tcp_pair() for lane in Lane} for name in contestants(rate)}
+    names = list(dict.fromkeys(("nothing", *arguments.variants.split(","))))
+    all_of = contestants(float(parse_rate(arguments.rate)), names)
+    streams: Streams = {name: {lane: tcp_pair() for lane in Lane} for name in all_of}
     tls = tcp_pair()
     for lanes in streams.values():
         for pair in lanes.values():
@@ -228,13 +238,13 @@ def main() -> None:
     server, client = contexts()
     near, far = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
-        target=sink_process, args=(far, streams, rate, tls[1], server)
+        target=sink_process, args=(far, streams, all_of, tls[1], server)
     )
     process.start()
     for lanes in streams.values():
         for pair in lanes.values():
             pair[1].close()
-    results = uvloop.run(measure(arguments.rounds, near, streams, rate, tls[0], client))
+    results = uvloop.run(measure(arguments.rounds, near, streams, all_of, tls[0], client))
     process.join()
     results["load"] = os.getloadavg()[0]
     if arguments.json:

@@ -2,7 +2,8 @@
 
 The same requests through ``kvd.sim`` and through two daemons on loopback whose link is held to a rate. Prefill and
 decode sleep for as long as they would compute, and decode selects at random as the scenario says, so that only the
-transfer is compared. Prints TTST and the time until everything was local, measured and simulated.
+transfer is compared. Prints TTST and the time until everything was local, measured and simulated, and for each mode the
+median of measured / simulated: 1 is a simulator that is right.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import secrets
+import statistics
 import tempfile
 import threading
 import time
@@ -162,13 +164,17 @@ def main() -> None:
                 measured = drive(daemons, scenario, known)
                 cluster = Cluster(scenario, known)
                 simulated = sorted(cluster.run(), key=lambda one: one.request.number)
-                for real, model in zip(measured, simulated, strict=True):
+                pairs = list(zip(measured, simulated, strict=True))
+                for real, model in pairs:
                     print(
                         f"{mode:12} {model.request.name:10} {model.request.tokens:5} tokens  "
                         f"TTST {real.ttst_s:6.3f} / {model.ttst_s:6.3f}   "
                         f"all local {real.local_s:6.3f} / {model.local_s:6.3f}",
                         flush=True,
                     )
+                ttst = statistics.median(real.ttst_s / model.ttst_s for real, model in pairs)
+                local = statistics.median(real.local_s / model.local_s for real, model in pairs)
+                print(f"{mode:12} measured / simulated, median: TTST {ttst:.2f}, all local {local:.2f}", flush=True)
 
 
 if __name__ == "__main__":

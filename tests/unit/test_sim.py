@@ -125,6 +125,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_does_not() -> None:
     assert first == again
     assert summarise(_run(dataclasses.replace(SMALL, seed=2))) != first
     assert json.loads(json.dumps(to_json(SMALL, [first])))["modes"][0]["requests"] == first.requests
+    assert first.left == 0
 
 
 def _run(scenario: Scenario) -> Cluster:
