@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
+from kvd.api.checks import check_fetch, check_open, checked_ranking, source_node
 from kvd.api.server import Answer, ClientSession
 from kvd.errors import Aborted, InvalidArgument, KvdError, NotFound
-from kvd.importance.prompt import check_shares
 from kvd.placing import Placing
 from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
@@ -27,11 +24,10 @@ from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
 from kvd_client import protocol as api
 from kvd_client import ring
-from kvd_client.spec import MAX_HEADS, MAX_ROWS, MAX_TOKENS, PartLayout, part_layout
+from kvd_client.spec import PartLayout, part_layout
 
 log = structlog.get_logger("kvd.service")
 
-MAX_REQUEST_ID = 256
 PROFILE_PIECE = 512 << 10
 """Bytes of a profile file in one message."""
 
@@ -193,7 +189,7 @@ class Service:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     async def _open(self, client: ClientSession, request: api.OpenSource | api.OpenSink) -> Answer:
-        heads = _check_open(request)
+        heads = check_open(request)
         layout = part_layout(
             request.spec,
             heads=heads,
@@ -207,7 +203,7 @@ class Service:
         if isinstance(request, api.OpenSource):
             role, peer, handle, held = Role.SOURCE, request.sink, "", []
         else:
-            role, peer, handle, held = Role.SINK, _source_node(request), request.handle, request.held
+            role, peer, handle, held = Role.SINK, source_node(request), request.handle, request.held
         tensors, target = await self._placing.open(client.id, request, layout)
         try:
             transfer, handle, lease = await self._engine.open(
@@ -273,7 +269,7 @@ class Service:
         if opened is None or opened.client is not client or opened.layout is None:
             raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
         layout = opened.layout
-        _check_fetch(layout, request)
+        check_fetch(layout, request)
         number, self._next_fetch = self._next_fetch, self._next_fetch + 1
         waiting = self._fetches[number] = asyncio.get_running_loop().create_future()
         self._engine.submit(
@@ -297,7 +293,7 @@ class Service:
         opened = self._opened.get(request.transfer)
         if opened is None or opened.client is not client or opened.layout is None:
             raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
-        shares = _checked_ranking(opened.layout, request)
+        shares = checked_ranking(opened.layout, request)
         self._engine.submit(ev.BlocksRanked(request.transfer, request.layer, shares, request.weight))
         part = self._engine.core.parts.get(request.transfer)
         if not isinstance(part, SourcePart) or part.ended:
@@ -369,98 +365,3 @@ class Service:
             opened.slot, opened.state, opened.generation & 0xFFFFFFFF, opened.progress, opened.bytes_done
         )
         opened.client.wake()
-
-
-def _checked_ranking(layout: PartLayout, request: api.RankBlocks) -> npt.NDArray[np.float32]:
-    """The shares of a ranking, (rows, blocks); raises what is wrong with it."""
-    if not 0 <= request.layer < layout.layers:
-        raise InvalidArgument(
-            f"a ranking names layer {request.layer}, but the transfer has layers 0 to {layout.layers - 1}",
-            layer=request.layer,
-        )
-    if request.blocks < 1 or len(request.shares) != 4 * layout.rows * request.blocks:
-        raise InvalidArgument(
-            f"a ranking has {len(request.shares)} bytes; it needs 4 for each of {layout.rows} rows and "
-            f"{request.blocks} blocks",
-            blocks=request.blocks,
-        )
-    shares = np.frombuffer(request.shares, np.float32).reshape(layout.rows, request.blocks)
-    check_shares(shares, request.weight)
-    return shares
-
-
-def _check_fetch(layout: PartLayout, request: api.Fetch) -> None:
-    """Raise what is wrong with a fetch's layer, slot and counts; positions are checked where they are used."""
-    if not 0 <= request.layer < layout.layers:
-        raise InvalidArgument(
-            f"a fetch names layer {request.layer}, but the transfer has layers 0 to {layout.layers - 1}",
-            layer=request.layer,
-        )
-    if not 0 <= request.slot < layout.landing_slots:
-        raise InvalidArgument(
-            f"a fetch names landing slot {request.slot}, but the transfer was opened with {layout.landing_slots}",
-            slot=request.slot,
-        )
-    if len(request.counts) != 4 * layout.rows * layout.heads or len(request.index) % 4:
-        raise InvalidArgument(
-            f"a fetch has {len(request.counts)} bytes of counts; it needs 4 for each of {layout.rows} rows and "
-            f"{layout.heads} heads",
-            counts=len(request.counts),
-        )
-    counts = np.frombuffer(request.counts, np.int32)
-    if counts.min() < 0 or counts.max() > layout.landing_entries:
-        raise InvalidArgument(
-            f"a fetch asks for {int(counts.max())} entries of a (row, head), but the transfer was opened with room "
-            f"for {layout.landing_entries}",
-            entries=int(counts.max()),
-        )
-
-
-def _check_open(request: api.OpenSource | api.OpenSink) -> int:
-    """Raise what is wrong with the numbers of an open; returns how many heads the part has."""
-    spec = request.spec.check()
-    heads = request.head_count or spec.kv_heads
-    if not 1 <= len(request.request) <= MAX_REQUEST_ID:
-        raise InvalidArgument(f"a request id has 1 to {MAX_REQUEST_ID} characters, not {len(request.request)}")
-    if not (request.head_start >= 0 and heads >= 1 and request.head_start + heads <= spec.kv_heads):
-        raise InvalidArgument(
-            f"heads {request.head_start} to {request.head_start + heads} do not exist; the model has {spec.kv_heads}",
-            head_start=request.head_start,
-            head_count=heads,
-        )
-    if not 0 <= request.rank < request.ranks <= MAX_HEADS:  # more than KV heads, where ranks share one
-        raise InvalidArgument(
-            f"rank {request.rank} of {request.ranks} does not exist; there are at most {MAX_HEADS} ranks",
-            rank=request.rank,
-            ranks=request.ranks,
-        )
-    if not 1 <= len(request.lengths) <= MAX_ROWS:
-        raise InvalidArgument(f"a transfer has 1 to {MAX_ROWS} rows, not {len(request.lengths)}")
-    for row, length in enumerate(request.lengths):
-        if not 1 <= length <= min(request.capacity, MAX_TOKENS):
-            raise InvalidArgument(
-                f"row {row} has {length} tokens; each row needs 1 to {request.capacity} (the capacity)",
-                row=row,
-                length=length,
-            )
-    if request.mode and request.mode not in api.MODES:
-        raise InvalidArgument(
-            f"there is no mode {request.mode!r}; choose one of {', '.join(api.MODES)}", mode=request.mode[:100]
-        )
-    if not math.isfinite(request.deadline_s) or request.deadline_s < 0:
-        raise InvalidArgument(
-            f"deadline_s is {request.deadline_s}; give seconds, or 0 for the daemon's default", field="deadline_s"
-        )
-    return heads
-
-
-def _source_node(request: api.OpenSink) -> NodeId:
-    if not request.handle:
-        return request.source
-    node = parse_handle(request.handle).node
-    if request.source and request.source != node:
-        raise InvalidArgument(
-            f"the handle is of node {node!r}, but source says {request.source!r}; leave source out",
-            handle=request.handle,
-        )
-    return node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,6 @@ from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.parts import raise_if_failed
 from kvd_client.protocol import Finish, RankBlocks
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, EVENT_METADATA_READY, SLOT_DELIVERED
-
-if TYPE_CHECKING:
-    pass
-
 from kvd_client.transfer import Transfer, deadline_of, released_error
 
 

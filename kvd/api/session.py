@@ -5,12 +5,9 @@ Everything runs on the event loop's thread. Nothing that the process sends may d
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import dataclasses
-import errno
-import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +15,7 @@ from typing import Any, cast
 
 from kvd.api.access import Peer
 from kvd.api.doorbell import Ring
+from kvd.api.outbox import Outbox
 from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.errors import Busy, KvdError, ProtocolError, VersionMismatch
 from kvd.fabric.pacing import Pacer
@@ -47,7 +45,6 @@ _KINDS = (EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY)
 _RECEIVE = 1 << 16
 _MAX_HELLO = 4096
 """Largest first frame, so that who has not been welcomed can't make the daemon hold more."""
-_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # combined once: `|` on these costs 3 us
 
 HOLD_S = 0.01
 """Least time for which a client over its rate is not read: event loops count milliseconds."""
@@ -87,8 +84,7 @@ class ClientSession:
         self._fd = sock.fileno()
         self._partial = bytearray()
         self._max_frame = _MAX_HELLO
-        self._out: deque[tuple[bytes, list[int]]] = deque()
-        self._out_bytes = 0
+        self._outbox = Outbox(context.loop, sock, context.limits.write_buffer, stuck=self.close, left=self._left)
         self._tasks: set[asyncio.Future[Answer]] = set()
         self._ring: Ring | None = None
         self._free_slots: deque[int] = deque()
@@ -342,54 +338,7 @@ class ClientSession:
             self._context.log.exception("reply can't be sent", reply=type(reply).__name__, client=self.id)
             frame = encode(Failure(id=reply.id, code=KvdError.code, message=f"the daemon's reply: {error}"))
             fds = ()
-        if not self._out:
-            sent = self._write(frame, fds)
-            if sent == len(frame) or self.closed:
-                return
-            if sent:
-                frame, fds = frame[sent:], ()
-            self._context.loop.add_writer(self._fd, self._writable)
-        copies: list[int] = []
-        try:
-            for fd in fds:  # the service may close its own as soon as this returns
-                copies.append(os.dup(fd))
-        except OSError as error:
-            _close_fds(copies)
-            self.close(f"a descriptor can't be kept for a slow reader: {error.strerror}")
-            return
-        self._out.append((frame, copies))
-        self._out_bytes += len(frame)
-        if self._out_bytes > self._context.limits.write_buffer:
-            self.close(f"slow reader: {self._out_bytes} bytes of replies wait")
-
-    def _write(self, frame: bytes, fds: Sequence[int]) -> int:
-        try:
-            if fds:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-                return self._sock.sendmsg([frame], rights, _SEND_FLAGS)
-            return self._sock.send(frame, _SEND_FLAGS)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:
-                self.close("slow reader: too many descriptors wait")
-            else:
-                self._left(error.strerror or str(error))
-            return 0
-
-    def _writable(self) -> None:
-        while self._out:
-            frame, fds = self._out[0]
-            sent = self._write(frame, fds)
-            if self.closed or sent == 0:
-                return
-            self._out_bytes -= sent
-            _close_fds(fds)
-            if sent < len(frame):
-                self._out[0] = (frame[sent:], [])
-                return
-            self._out.popleft()
-        self._context.loop.remove_writer(self._fd)
+        self._outbox.send(frame, fds)
 
     # --- the ring -------------------------------------------------------------------------------------------------
 
@@ -460,15 +409,13 @@ class ClientSession:
         if self._held is not None:
             self._held.cancel()
         loop.remove_reader(self._fd)
-        loop.remove_writer(self._fd)
+        self._outbox.close()
         if self._ring is not None:
             ring, self._ring = self._ring, None
             ring.mark_closed()
             loop.remove_reader(ring.wake_daemon_fd)
             ring.close()
         self._sock.close()
-        while self._out:
-            _close_fds(self._out.popleft()[1])
         if self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -486,8 +433,3 @@ class ClientSession:
                     self._context.log.exception("client_lost failed", client=self.id)
             return
         self._context.gone(self)
-
-
-def _close_fds(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())

@@ -13,14 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-import numpy as np
 import structlog
 
 from kvd.errors import DeadlineExceeded, FabricError, KvdError, NotFound, PeerLost
-from kvd.mask import init_masks, mark, mask_view
+from kvd.mask import init_masks
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
-from kvd.plan import plan_tokens
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import TransferCore
@@ -29,10 +27,11 @@ from kvd.transfer.mover import Mover, as_kvd_error
 from kvd.transfer.moving import bind
 from kvd.transfer.parties import PartTensors, Process, Record, Session
 from kvd.transfer.serving import fill_fetch, serve_fetch
-from kvd.types import Descriptors, Lane, NodeId, Role, TransferId
+from kvd.transfer.writer import Writer
+from kvd.types import Lane, NodeId, Role, TransferId
 from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage, TensorsArrived
 from kvd_client.layouts import ChannelGrant, Target
-from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, KVSpec, PartLayout, TokenRange
+from kvd_client.spec import MASK_REMOTE, KVSpec, PartLayout, TokenRange
 
 log = structlog.get_logger("kvd.transfer")
 
@@ -75,17 +74,18 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        writer = Writer(self._records, self._sessions, self.submit, self._count_sent)
         self._mover = Mover(pool, self._records, self._sessions, self.submit, self._start, self._count_sent)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.Connect: self._do_connect,
             do.SendMessage: self._do_send_message,
             do.SendOpen: self._do_send_open,
             do.BindSink: self._do_bind_sink,
-            do.WriteTokens: self._do_write_tokens,
+            do.WriteTokens: writer.write_tokens,
             do.WriteTensors: self._mover.write,
             do.EndStage: self._mover.end_stage,
             do.PullTensors: self._mover.pull,
-            do.WriteMetadata: self._do_write_metadata,
+            do.WriteMetadata: writer.write_metadata,
             do.ServeFetch: self._do_serve_fetch,
             do.FillFetch: self._do_fill_fetch,
             do.FetchEnded: self._do_fetch_ended,
@@ -285,72 +285,6 @@ class Engine:
             bind(record)
         except KvdError as error:
             self._events.append(ev.AbortRequested(instruction.transfer, error))
-
-    def _do_write_tokens(self, instruction: do.WriteTokens) -> None:
-        record = self._records.get(instruction.transfer)
-        if record is None or record.sink is None:
-            self._write_failed(instruction, "transfer")
-            return
-        layer, ranges, lease, sink = instruction.layer, instruction.ranges, record.lease, record.sink
-        # The sink's mask bytes are copied from the source's own: the fabric then needs no memory but the lease.
-        mark(mask_view(lease.memory, record.layout, layer), ranges)
-        plan = plan_tokens(record.layout, sink.layout, layer, ranges, source_offset=lease.offset)
-        notify = Arrived(sink.sink, layer, list(ranges), instruction.path.value)
-        self._write(instruction, record, instruction.lane, plan.data, plan.masks, notify)
-
-    def _do_write_metadata(self, instruction: do.WriteMetadata) -> None:
-        record = self._records.get(instruction.transfer)
-        if record is None or record.sink is None:
-            self._write_failed(instruction, "transfer")
-            return
-        layer, mine, theirs = instruction.layer, record.layout, record.sink.layout
-        flag = mine.metadata_mask_offset + layer
-        record.lease.memory[flag] = MASK_LOCAL
-        start, length = layer * mine.metadata_stride, mine.metadata_stride
-        base = record.lease.offset
-        arrays = [[base + mine.metadata_offset + start, theirs.metadata_offset + start, length]]
-        masks = [[base + flag, theirs.metadata_mask_offset + layer, 1]]
-        notify = MetadataArrived(record.sink.sink, layer)
-        self._write(instruction, record, Lane.BULK, np.array(arrays), np.array(masks), notify)
-
-    def _write(
-        self,
-        instruction: do.WriteTokens | do.WriteMetadata,
-        record: Record,
-        lane: Lane,
-        data: Descriptors,
-        masks: Descriptors,
-        notify: Arrived | MetadataArrived,
-    ) -> None:
-        session = self._sessions.get(instruction.session)
-        if session is None or record.sink is None:
-            self._write_failed(instruction, "session")
-            return
-        lease = record.lease
-        region = lease.region(session.fabric.name)
-        try:
-            operation = session.endpoint.write(
-                lane, region, record.sink.grant, data, then=masks, notify=msgspec.msgpack.encode(notify)
-            )
-        except KvdError as error:
-            self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, error))
-            return
-        lease.hold()
-        record.operations.add(operation)
-
-        def done(future: asyncio.Future[None]) -> None:
-            record.operations.discard(operation)
-            lease.unhold()
-            error = as_kvd_error(future.exception())
-            if error is None:
-                self._count_sent(instruction.nbytes)
-            self.submit(ev.WriteCompleted(instruction.transfer, instruction.write, error))
-
-        operation.done.add_done_callback(done)
-
-    def _write_failed(self, instruction: do.WriteTokens | do.WriteTensors | do.WriteMetadata, what: str) -> None:
-        gone = FabricError(f"the {what} of a write has ended")
-        self._events.append(ev.WriteCompleted(instruction.transfer, instruction.write, gone))
 
     def _do_serve_fetch(self, instruction: do.ServeFetch) -> None:
         record = self._records.get(instruction.transfer)

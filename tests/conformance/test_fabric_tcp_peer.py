@@ -16,7 +16,8 @@ from kvd.fabric import frames
 from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
 from kvd.fabric.frames import HEADER_BYTES, Header, Kind, Protection
 from kvd.fabric.regions import Refusal
-from kvd.fabric.tcp import MIN_PIECE_BYTES, PIECE_S, TcpFabric
+from kvd.fabric.tcp import TcpFabric
+from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S
 from kvd.types import Lane
 
 pytestmark = pytest.mark.timeout(60)

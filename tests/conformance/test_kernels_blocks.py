@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -14,18 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-IMPLEMENTATIONS = kernels.available()
+from tests.conformance.kernel_helpers import IMPLEMENTATIONS, using
+
 CASES = settings(deadline=None, max_examples=60)
 FORMS = [(magnitude, plain) for magnitude in (7, 3) for plain in ("bf16", "f32")]
-
-
-@contextmanager
-def using(name: Any) -> Iterator[None]:
-    before = kernels.select(name)
-    try:
-        yield
-    finally:
-        kernels.select(before)
 
 
 def encoded_row(row: list[int], magnitude: int) -> tuple[int, list[int]]:

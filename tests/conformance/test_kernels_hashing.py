@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conformance.test_kernels_conformance import Guarded, using
+from tests.conformance.kernel_helpers import IMPLEMENTATIONS, Guarded, using
 
-IMPLEMENTATIONS = kernels.available()
 SETTINGS = settings(deadline=None, max_examples=60)
 
 

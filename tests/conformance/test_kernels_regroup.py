@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import kvd_kernels as kernels
@@ -16,19 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvd_kernels import native
 
-IMPLEMENTATIONS = kernels.available()
+from tests.conformance.kernel_helpers import (
+    COMPILED,
+    IMPLEMENTATIONS,
+    another_runs_during,
+    changing,
+    random_bytes,
+    using,
+)
+
 STREAMED = 8 << 20
 """Bytes from which on the C code stores past the caches."""
 CASES = settings(deadline=None, max_examples=80)
-
-
-@contextmanager
-def using(name: Any) -> Iterator[None]:
-    before = kernels.select(name)
-    try:
-        yield
-    finally:
-        kernels.select(before)
 
 
 def memory(nbytes: int, offset: int = 0, fill: int = 0x5A) -> tuple[Any, Any]:
@@ -36,10 +32,6 @@ def memory(nbytes: int, offset: int = 0, fill: int = 0x5A) -> tuple[Any, Any]:
     raw = np.full(nbytes + offset + 192, fill, np.uint8)
     begin = -raw.ctypes.data % 64 + 64 + offset
     return raw[begin : begin + nbytes], raw
-
-
-def random_bytes(seed: int, n: int) -> Any:
-    return np.random.default_rng(seed).integers(0, 256, n, np.uint8)
 
 
 def by_definition(source: Any, target: Any, places: Any, box: Any) -> None:
@@ -311,34 +303,13 @@ def test_zero_is_the_definition(offsets: list[int], nbytes: int) -> None:
                     assert (target == before).all(), name
 
 
-@pytest.mark.parametrize("name", [n for n in IMPLEMENTATIONS if n != "numpy"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_another_thread_runs_meanwhile(name: Any) -> None:
-    """Nobody is made to give the GIL up here (the switch interval is an hour), so only the kernel lets others run."""
     source, target = np.zeros(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
     places = np.zeros((1, 2), np.int64)
-    work = (source, target, places, np.array([[1 << 10, 4096, 4096]]), 4096)
-    gate, ran = threading.Lock(), []
-
-    def other() -> None:
-        with gate:
-            ran.append(True)
-
-    gate.acquire()
-    thread = threading.Thread(target=other)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(3600)
-    try:
-        thread.start()  # returns when the other waits at the gate
-        gate.release()
-        for _ in range(500):
-            assert native.load(name).regroup(*work) == -1
-            if ran:
-                break
-        ran_meanwhile = bool(ran)
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
-    assert ran_meanwhile
+    assert another_runs_during(
+        native.load(name).regroup, source, target, places, np.array([[1 << 10, 4096, 4096]]), 4096
+    )
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -348,23 +319,13 @@ def test_a_block_table_that_changes_meanwhile_never_leads_outside(name: Any) -> 
     places = np.stack((np.arange(n) * size, np.arange(n) * size), axis=1)
     source, whole = np.ones(n * size, np.uint8), np.full((n + 2) * size, 0x5A, np.uint8)
     target = whole[: n * size]
-    running, stop = threading.Event(), threading.Event()
 
     def change() -> None:
-        while not stop.is_set():
-            places[-1, 1] = (n + 1) * size  # would land behind the target
-            running.set()
-            places[-1, 1] = (n - 1) * size
+        places[-1, 1] = (n + 1) * size  # would land behind the target
+        places[-1, 1] = (n - 1) * size
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        assert running.wait(60)
-        with using(name):
-            for _ in range(30):
-                with suppress(IndexError):
-                    kernels.regroup(source, target, places, (8,), (32,), (32,), 32)
-    finally:
-        stop.set()
-        thread.join()
+    with changing(change), using(name):
+        for _ in range(30):
+            with suppress(IndexError):
+                kernels.regroup(source, target, places, (8,), (32,), (32,), 32)
     assert (whole[n * size :] == 0x5A).all()

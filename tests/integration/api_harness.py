@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -23,18 +24,26 @@ import uvloop
 from kvd.api.server import Answer, ApiLimits, ApiServer, ClientSession
 from kvd.errors import AlreadyExists, InvalidArgument, KvdError, NotFound, OutOfMemory
 from kvd_client.protocol import (
+    LENGTH,
+    PROTOCOL_VERSION,
     Abort,
     Ended,
+    Failure,
     Finish,
     GetStatus,
+    Hello,
     Ok,
     Opened,
     OpenSink,
     OpenSource,
     Reject,
     Release,
+    Reply,
     Request,
     Status,
+    Welcome,
+    decode_reply,
+    encode,
 )
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, SLOT_DELIVERED, SLOT_FAILED, SLOT_OPEN
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, part_layout
@@ -366,3 +375,47 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class Raw:
+    """A connection that sends what a test wants."""
+
+    def __init__(self, path: str, greet: bool = True) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(WAIT_S)
+        self.sock.connect(path)
+        self.partial = b""
+        self.fds: list[int] = []
+        if greet:
+            self.sock.sendall(encode(Hello(id=1, version=PROTOCOL_VERSION, name="raw")))
+            assert isinstance(self.reply(), Welcome)
+
+    def reply(self) -> Reply:
+        while True:
+            if len(self.partial) >= 4:
+                (length,) = LENGTH.unpack_from(self.partial)
+                if len(self.partial) >= 4 + length:
+                    body, self.partial = self.partial[4 : 4 + length], self.partial[4 + length :]
+                    return decode_reply(body)
+            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 16)
+            self.fds += fds
+            if not data:
+                raise EOFError
+            self.partial += data
+
+    def ended(self) -> Failure | None:
+        """Read to the end of the connection; the Failure that was said last."""
+        said = None
+        try:
+            while True:
+                said = self.reply()
+        except (EOFError, ConnectionResetError):
+            return said
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+        for fd in self.fds:
+            os.close(fd)

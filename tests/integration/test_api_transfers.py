@@ -484,7 +484,7 @@ def ring_twice_the_ring(source):
 
 def test_a_daemon_that_takes_no_events_is_busy(server):
     gate = threading.Event()
-    with Client(server.path, timeout_s=0.05) as client:
+    with Client(server.path, timeout_s=1.0) as client:
         source = client.prefill("r", SPEC, [1])
         server.service.on_event = lambda *_: gate.wait(WAIT_S)
         try:

@@ -573,7 +573,7 @@ async def test_a_peer_that_dials_again_replaces_its_former_session():
 
 @both_loops
 async def test_a_stopped_peer_is_lost_after_the_timeout():
-    b, puppet, session = await puppet_pair(heartbeat_s=0.02, timeout_s=0.1)
+    b, puppet, session = await puppet_pair(heartbeat_s=0.1, timeout_s=0.5)
     reason = await lost(b, session, PeerLost)
     assert reason.fields == {"peer": "a", "reason": "silent"}
     puppet.parser.feed(puppet.control.recv(1 << 16))
@@ -935,7 +935,7 @@ async def test_a_silent_stranger_is_closed_after_the_handshake_timeout(start, lo
 
 @both_loops
 async def test_a_session_whose_lanes_never_come_ends(start, logged):
-    b = await start("b", handshake_timeout_s=0.1)
+    b = await start("b", handshake_timeout_s=0.5)
     puppet = Puppet("a", b.address, fabric="tcp")
     await puppet.connect()
     loop = asyncio.get_running_loop()

@@ -13,33 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.errors import FabricError, InvalidArgument, KvdError, LeaseExpired, OutOfMemory, ShuttingDown
-from kvd.fabric.base import Region
 from kvd.memory.channels import ChannelSpace
 from kvd.memory.device import ChannelLease, HostBacking, NpuDevice
+from tests.unit.memory_helpers import Registrar
 
 BLACKHOLE = (8, 4_278_190_080, 64)
 WORMHOLE = (12, 1_073_741_824, 32)
 ODD = (7, 1_000_003, 96)
-
-
-class Registrar:
-    """Remembers what it was given; refuses once ``room`` regions exist."""
-
-    def __init__(self, name: str = "tcp", room: int = 1000) -> None:
-        self.name = name
-        self.room = room
-        self.regions: list[Region] = []
-        self.made = 0
-
-    def register(self, memory: memoryview) -> Region:
-        if len(self.regions) >= self.room:
-            raise FabricError("no more memory can be pinned; raise LimitMEMLOCK", limit=self.room)
-        self.made += 1
-        self.regions.append(Region(self.made, memory))
-        return self.regions[-1]
-
-    def deregister(self, region: Region) -> None:
-        self.regions.remove(region)
 
 
 def device(channels: int = 3, channel_bytes: int = 8192, alignment: int = 64, **more: Any) -> NpuDevice:

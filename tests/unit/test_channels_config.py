@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -12,8 +13,8 @@ from kvd.cli.status import render, to_json
 from kvd.config import Npu, parse, resolve, to_toml
 from kvd.config_check import check
 from kvd.errors import ConfigError
-from kvd_client.protocol import Status
-from kvd_client.statuses import DeviceStatus, MemoryStatus
+from kvd_client.statuses import DeviceStatus
+from tests.unit.test_cli_status import STATUS
 
 CARD = """
 [npu.card0]
@@ -93,26 +94,7 @@ def test_status_has_used_and_free_of_each_channel() -> None:
         largest_free=[256 << 20, 100 << 20, 100 << 20, 255 << 20],
         largest_common=100 << 20,
     )
-    status = Status(
-        node="n",
-        boot="b",
-        version="0",
-        pid=1,
-        uptime_s=1.0,
-        health="ok",
-        reasons=[],
-        fabric="tcp",
-        kernels="avx2",
-        listen="",
-        socket="",
-        clients=0,
-        draining=False,
-        memory=MemoryStatus(limit=1, registered=1, in_use=0, leases=0, huge_pages=False),
-        peers=[],
-        transfers=[],
-        counters={},
-        devices=[half],
-    )
+    status = msgspec.structs.replace(STATUS, devices=[half])
     lines = list(render(status, width=80))
     at = next(i for i, line in enumerate(lines) if line.startswith("DEVICE"))
     assert [line.split() for line in lines[at : at + 4]] == [
@@ -122,11 +104,7 @@ def test_status_has_used_and_free_of_each_channel() -> None:
         ["3", "1.0", "MiB", "255", "MiB", "255", "MiB"],
     ]
     assert '"used":[0,67108864,67108864,1048576]' in to_json(status)
-    assert not any(line.startswith("DEVICE") for line in render(Status(**{**_fields(status), "devices": []})))
-
-
-def _fields(status: Status) -> dict[str, object]:
-    return {name: getattr(status, name) for name in status.__struct_fields__}
+    assert not any(line.startswith("DEVICE") for line in render(STATUS))
 
 
 @pytest.mark.skipif(Path("/dev/tenstorrent").exists(), reason="there is a card")

@@ -14,35 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvd.errors import Busy, FabricError, InvalidArgument, LeaseExpired, OutOfMemory, ShuttingDown
-from kvd.fabric.base import Region
 from kvd.memory import limits
 from kvd.memory.arena import PAGE, Arena, create_arena
 from kvd.memory.extents import Extents
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
+from tests.unit.memory_helpers import Registrar
 
 ARENA = 16 * PAGE
-
-
-class Registrar:
-    """Remembers what it was given; refuses once ``room`` regions exist."""
-
-    def __init__(self, name: str = "tcp", room: int = 1000) -> None:
-        self.name = name
-        self.room = room
-        self.regions: list[Region] = []
-        self.made = 0
-
-    def register(self, memory: memoryview) -> Region:
-        if len(self.regions) >= self.room:
-            raise FabricError("no more memory can be pinned; raise LimitMEMLOCK", limit=self.room)
-        self.made += 1
-        region = Region(self.made, memory)
-        self.regions.append(region)
-        return region
-
-    def deregister(self, region: Region) -> None:
-        self.regions.remove(region)
 
 
 def small_pool(arenas: int = 4, **more: Any) -> Pool:
