@@ -19,7 +19,7 @@ from kvd_client.parallel import ParallelDecode, Piece, divide, heads_of
 from kvd_client.spec import PartLayout, TokenRange
 from kvd_client.tensors import DeviceTensors
 
-DEGREES = st.sampled_from([1, 2, 4, 8])
+DEGREES = st.sampled_from([1, 2, 4])
 
 
 def test_two_ranks_to_four_and_back() -> None:
@@ -35,6 +35,7 @@ def test_equal_degrees_pair_rank_with_rank(ranks: int) -> None:
 
 
 @given(heads=st.sampled_from([1, 2, 6, 8]), source=st.integers(1, 32), sink=st.integers(1, 32))
+@settings(max_examples=60, deadline=None)
 def test_every_rank_of_the_sink_gets_each_of_its_heads_once(heads: int, source: int, sink: int) -> None:
     if any(heads % ranks and ranks % heads for ranks in (source, sink)):
         with pytest.raises(UnsupportedLayout, match="can't be divided among"):
@@ -100,12 +101,12 @@ def placements(draw: st.DrawFn) -> tuple[Placement, int]:
 
 
 @given(
-    heads=st.sampled_from([2, 4, 8]),
+    heads=st.sampled_from([2, 4]),
     degrees=st.tuples(DEGREES, DEGREES),
     ends=st.tuples(placements(), placements()),
     tokens=st.integers(1, 100),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_byte_gets_to_its_place_and_none_is_written_twice(
     heads: int, degrees: tuple[int, int], ends: tuple[tuple[Placement, int], ...], tokens: int
 ) -> None:
