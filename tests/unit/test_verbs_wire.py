@@ -95,7 +95,19 @@ def test_garbage_is_no_hello(garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"version": VERSION + 1}, {"slots": 0}, {"slot_bytes": HEADER.size}, {"key": b"short"}]
+    "change",
+    [
+        {"version": VERSION + 1},
+        {"slots": 0},
+        {"slot_bytes": HEADER.size},
+        {"key": b"short"},
+        {"mtu": 0},
+        {"mtu": 6},
+        {"qpns": (17, 1 << 24)},
+        {"psns": (-1, 2)},
+        {"scratch": (-1, 1)},
+        {"scratch": (1 << 63, 1 << 32)},
+    ],
 )
 def test_a_hello_that_does_not_fit(change: dict[str, object]) -> None:
     fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}

@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daem
         for node, (name, device) in FABRICS.items()
     }
     try:
-        # The forks have it too. A try to reach a peer over a link that is down may hold a daemon's loop for a second.
+        # The forks have it too. Each try to reach a peer over a link that is down may hold a loop for a second.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvd.fabric.verbs.recovery.PATIENCE_S", 40.0)
             for daemon in found.values():

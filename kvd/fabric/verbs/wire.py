@@ -58,6 +58,13 @@ def unpack_hello(blob: bytes) -> Hello:
             f"{hello.slot_bytes} bytes, this one version {VERSION}; run the same release of kvd at both ends",
             version=hello.version,
         )
+    address, rkey = hello.scratch
+    numbers = (*hello.qpns, *hello.psns)
+    if not (1 <= hello.mtu <= 5 and address >= 0 and 0 <= rkey < 1 << 32 and all(0 <= n < 1 << 24 for n in numbers)):
+        raise FabricError(
+            f"the peer's bring-up blob has numbers that can't be (MTU {hello.mtu}, queue pairs {hello.qpns}, sequence "
+            f"{hello.psns}, scratch memory {hello.scratch}); run the same release of kvd at both ends"
+        )
     return hello
 
 
