@@ -144,7 +144,7 @@ def main() -> None:
     base = Scenario(
         model="bench", shape=SHAPE, prefill_nodes=1, decode_nodes=1, link_rate=float(parse_rate(options.rate)),
         arrivals=0.25, duration_s=20.0, prompt_tokens=1500, prompt_sigma=0.3, prefill_rate=1000.0, step_s=0.1,
-        metadata=0.0, surprise=0.5, seed=3,
+        metadata=0.0, surprise=0.5, seed=3, output_tokens=100_000,  # decode goes on until all is local, as in `drive`
     )  # fmt: skip
     known = synthetic_importance(SHAPE.layers, base.seed)
     spec: KVSpec = base.spec

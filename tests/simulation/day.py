@@ -78,6 +78,8 @@ class Day(World):
         self.weights: dict[tuple[str, int], list[int]] = {}
         """By node and life: bytes that its core held at the ends of hours."""
         super().__init__(seed)
+        self.endings = (self.crash, self.drain)
+        """What ends a node's life, each once an hour."""
 
     def draw_load(self) -> None:
         """Each hour has its own (:meth:`hour`)."""
@@ -91,10 +93,15 @@ class Day(World):
         while when < LOAD_S:
             self.at(began + when, self._arrive)
             when += rng.expovariate(self.rate)
-        for mean_s, what in ((300, self.stray), (600, self.break_something), (1200, self.lie)):
+        for mean_s, what in (
+            (300, self.stray),
+            (600, self.break_something),
+            (600, lambda: self.hold_up(rng.choice((0.1, 1.0, 5.0)))),
+            (1200, self.lie),
+        ):
             for _ in range(round(LOAD_S / mean_s)):
                 self.at(began + rng.uniform(0, LOAD_S), what)
-        for what in (self.crash, self.drain):
+        for what in self.endings:
             self.at(began + rng.uniform(0, LOAD_S), what, rng.choice(list(self.nodes.values())))
         self.at(began + HOUR_S, lambda: None)
         self.until_quiet()

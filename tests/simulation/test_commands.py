@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +25,6 @@ def start(*options: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
-        # A shell starts what runs in the background, these tests perhaps, with the signal ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -46,17 +41,6 @@ def test_the_number_of_processes_changes_nothing() -> None:
         one,
         re.MULTILINE,
     ), one
-
-
-def test_an_interrupt_ends_it() -> None:
-    process = start("--count", "1000000", "--processes", "2")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "1000000 seeds from 1 on\n"
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate()
-    assert process.returncode == 130, (out, err)
-    assert "interrupted after" in out
-    assert "Traceback" not in err
 
 
 def test_hours_of_load_leave_nothing() -> None:
@@ -79,6 +63,7 @@ def test_a_core_that_remembers_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     properly = Book.forget
     monkeypatch.setattr(Book, "forget", forget)
     day = Day(seed=3, rate=0.03)
-    for _ in range(4):
+    day.endings = ()
+    for _ in range(2):
         day.hour()
-    assert day.grown()
+    assert len(day.grown()) == len(day.nodes)

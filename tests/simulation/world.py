@@ -21,7 +21,7 @@ from kvd.wire import messages as wire
 from kvd_client.protocol import MODES
 from kvd_client.spec import TokenRange
 
-from .links import End, Session, Violation
+from .links import BULK, CONTROL, URGENT, End, Session, Violation, in_order
 from .memory import Slab
 from .node import Node
 from .requests import Attempt, Plan, draw_fault, make_plan
@@ -311,11 +311,23 @@ class World:
             self.at(rng.uniform(0.0, 4.0), self.drain, rng.choice(list(self.nodes.values())))
         if rng.random() < 0.1:
             self.at(rng.uniform(0.0, 4.0), self.lie)
+        if rng.random() < 0.3:
+            self.at(rng.uniform(0.0, 4.0), self.hold_up, rng.choice((0.1, 1.0, 5.0)))
 
     def break_something(self) -> None:
         ends = [end for node in self.nodes.values() for end in node.ends.values() if not end.session.broken]
         if ends:
             self.break_session(self.rng.choice(ends).session)
+
+    def hold_up(self, seconds: float) -> None:
+        """What one end of a session sends is held up, and the other way all goes on: a link that is cut one way, or a
+        node that stands still, for less than the time-outs. No reason to fail."""
+        ends = [end for node in self.nodes.values() for end in node.ends.values() if not end.session.broken]
+        if ends:
+            end = self.rng.choice(ends)
+            self.note(None, f"for {seconds:g} s nothing arrives of what is sent by", end.node.name)
+            for connection in (CONTROL, URGENT, *range(BULK, BULK + self.queue_pairs)):
+                in_order(end.last, connection, self.now + seconds)
 
     def _disturb_node(self, node: Node, why: str) -> None:
         for plan in self.plans:
