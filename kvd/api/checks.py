@@ -12,7 +12,7 @@ from kvd.importance.prompt import check_shares
 from kvd.transfer.handle import parse_handle
 from kvd.types import NodeId
 from kvd_client import protocol as api
-from kvd_client.spec import MAX_ROWS, MAX_TOKENS, PartLayout
+from kvd_client.spec import MAX_HEADS, MAX_ROWS, MAX_TOKENS, PartLayout
 
 MAX_REQUEST_ID = 256
 
@@ -29,9 +29,9 @@ def check_open(request: api.OpenSource | api.OpenSink) -> int:
             head_start=request.head_start,
             head_count=heads,
         )
-    if not 0 <= request.rank < request.ranks <= spec.kv_heads:
+    if not 0 <= request.rank < request.ranks <= MAX_HEADS:  # more than KV heads, where ranks share one
         raise InvalidArgument(
-            f"rank {request.rank} of {request.ranks} makes no sense for {spec.kv_heads} KV heads",
+            f"rank {request.rank} of {request.ranks} does not exist; there are at most {MAX_HEADS} ranks",
             rank=request.rank,
             ranks=request.ranks,
         )
