@@ -1,9 +1,14 @@
-"""For all tests: child processes may keep the bytecode that they compile.
+"""For all tests: no time limit on single examples, and bytecode for the processes that they start.
 
-Some hundred daemons, workers and commands are started in a run. Where the environment forbids to write bytecode, each
-of them compiles the whole package anew, which is a quarter of a daemon's start.
+On a loaded machine an example may take any time, and drawing it as well: that is no failure. Some hundred daemons,
+workers and commands are started in a run; where the environment forbids to write bytecode, each of them compiles the
+whole package anew, which is a quarter of a daemon's start.
 """
 
 import os
 
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("kvd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvd")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -2,117 +2,22 @@
 
 import asyncio
 import contextlib
-import functools
 import socket
-import struct
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.errors import Aborted, FabricError, InvalidArgument, KvdError, ProtocolError, RemoteAccessError
+from kvd.errors import Aborted, FabricError, KvdError, ProtocolError, RemoteAccessError
 from kvd.fabric import frames
-from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
-from kvd.fabric.frames import HEADER_BYTES, Header, Kind, Protection
+from kvd.fabric.conformance import MIB, failure, one
+from kvd.fabric.frames import HEADER_BYTES, Kind
 from kvd.fabric.regions import Refusal
-from kvd.fabric.tcp import TcpFabric
-from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S
 from kvd.types import Lane
+from tests.conformance.tcp_peer import against_peer, lost, settle, until
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Bringup:
-    """The endpoint's side of a bringup whose other side says what the test wants."""
-
-    secret, dialled = b"", False
-
-    def __init__(self, streams, answer):
-        self.streams = streams
-        self.answer = answer
-
-    async def exchange(self, blob):
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        if self.answer is None:
-            await asyncio.Event().wait()
-        return self.answer
-
-
-class Peer:
-    """The far ends of both lanes, as plain sockets."""
-
-    def __init__(self, sockets):
-        self.sockets = sockets
-        self.numbers = dict.fromkeys(Lane, 0)
-
-    async def send(self, lane, data):
-        await asyncio.get_running_loop().sock_sendall(self.sockets[lane], data)
-
-    def frame(self, lane, kind, runs=(), payload=b"", claim=None, **fields):
-        """A frame's bytes, numbered as the lane's next one, with honest bounds, unless ``fields`` say otherwise."""
-        runs = list(runs)
-        if kind <= Kind.NOTIFY:
-            self.numbers[lane] += 1
-            fields.setdefault("number", self.numbers[lane])
-        fields.setdefault("op", 1)
-        fields["payload"] = len(payload) if claim is None else claim
-        fields.setdefault("low", min((at for at, _ in runs), default=0))
-        fields.setdefault("high", max((at + n for at, n in runs), default=0))
-        buffer = bytearray(HEADER_BYTES)
-        frames.pack_header(buffer, 0, Header(kind, len(runs), **fields))
-        return bytes(buffer) + b"".join(struct.pack("<qq", *run) for run in runs) + payload
-
-    async def receive(self, lane):
-        """The next frame's header and payload."""
-        header = frames.unpack_header(await self.exactly(lane, HEADER_BYTES))
-        await self.exactly(lane, header.runs * frames.RUN_BYTES)
-        return header, await self.exactly(lane, 0 if header.kind is Kind.READ else header.payload)
-
-    async def exactly(self, lane, count):
-        data, loop = b"", asyncio.get_running_loop()
-        while len(data) < count:
-            more = await loop.sock_recv(self.sockets[lane], count - len(data))
-            assert more, "the endpoint closed the connection"
-            data += more
-        return data
-
-    def close(self):
-        for sock in self.sockets.values():
-            sock.close()
-
-
-@contextlib.asynccontextmanager
-async def against_peer(buffer=0, **options):
-    """An endpoint (with ``Side``'s records) and the peer that the test plays; small socket buffers where asked."""
-    fabric = TcpFabric(checksums=False, **options)
-    pairs = {lane: tcp_pair() for lane in Lane}
-    for pair in pairs.values():
-        for sock in pair if buffer else ():
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    hello = frames.pack_hello(Protection.NONE)
-    endpoint = await fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, hello))
-    peer = Peer({lane: pair[1] for lane, pair in pairs.items()})
-    try:
-        yield Side(fabric, endpoint), peer
-    finally:
-        await fabric.close()
-        await endpoint.wait_closed()
-        peer.close()
-        assert all(pair[0].fileno() == -1 for pair in pairs.values())
-
-
-async def lost(side):
-    await side.until(lambda: len(side.lost) > 0)
-    return side.lost[0]
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():
-            await settle(1)
 
 
 # --- placing ----------------------------------------------------------------------------------------------------------
@@ -434,139 +339,3 @@ async def test_refused_write_is_not_sent_to_its_end():
             await peer.send(Lane.BULK, peer.frame(Lane.BULK, Kind.ACK, number=header.number))
         assert header.number <= 4
         assert payload == b"next"
-
-
-# --- the rate limit ---------------------------------------------------------------------------------------------------
-
-
-class HandTurnedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still until the test moves it."""
-
-    now = 1000.0
-
-    def time(self):
-        return self.now
-
-
-def with_hand_turned_clock(test):
-    @functools.wraps(test)
-    def run():
-        with asyncio.Runner(loop_factory=HandTurnedLoop) as runner:
-            runner.run(test())
-
-    return run
-
-
-async def settle(turns=30):
-    for _ in range(turns):
-        await asyncio.sleep(0)
-
-
-@with_hand_turned_clock
-async def test_rate_covers_both_lanes_and_urgent_goes_first():
-    """At 200 Mbit/s: bulk leaves in pieces of two milliseconds, and what urgent work waits for is one of them."""
-    loop, rate = asyncio.get_running_loop(), 25e6
-    async with against_peer(rate=rate) as (side, peer):
-        _, region = side.memory(MIB)
-        counters = side.endpoint.counters
-        side.endpoint.write(Lane.BULK, region, bytes(16), one(0, 0, MIB))
-        await settle()
-        piece = int(rate * PIECE_S)
-        at_first = counters.bytes_sent
-        assert 0 < at_first <= rate * 0.003 + 2 * piece
-        assert await drained(peer, Lane.BULK) <= at_first + 10 * (HEADER_BYTES + frames.RUN_BYTES)
-        total = at_first
-        for _ in range(20):
-            loop.now += 0.001
-            await settle()
-            await drained(peer, Lane.BULK)
-            total = counters.bytes_sent
-        assert total - at_first == pytest.approx(20 * rate / 1000, rel=0.15)
-        await drained(peer, Lane.BULK)
-        side.endpoint.write(Lane.URGENT, region, bytes(16), one(0, 0, 64 << 10))
-        await settle()
-        bulk = 0
-        urgent = await drained(peer, Lane.URGENT)
-        while urgent < 64 << 10:
-            loop.now += 0.001
-            await settle()
-            urgent += await drained(peer, Lane.URGENT)
-            bulk += await drained(peer, Lane.BULK)
-        assert bulk <= piece + 2 * (HEADER_BYTES + frames.RUN_BYTES)
-        assert piece >= MIN_PIECE_BYTES
-
-
-async def drained(peer, lane):
-    """How many bytes the lane has brought."""
-    count = 0
-    with contextlib.suppress(BlockingIOError):
-        while data := peer.sockets[lane].recv(MIB):
-            count += len(data)
-    return count
-
-
-# --- connecting and losing --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lane", Lane)
-@pytest.mark.parametrize("reset", [False, True])
-async def test_loss_of_either_lane(lane, reset):
-    async with against_peer() as (side, peer):
-        _, region = side.memory(1000)
-        operations = [side.endpoint.write(each, region, bytes(16), one(0, 0, 1000)) for each in Lane]
-        await peer.receive(lane)
-        if reset:
-            peer.sockets[lane].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        peer.sockets[lane].close()
-        error = await lost(side)
-        assert isinstance(error, FabricError)
-        assert error.fields["lane"] == lane.name.lower()
-        for operation in operations:
-            assert type(await failure(operation)) is FabricError
-        assert len(side.lost) == 1
-
-
-async def test_early_messages_wait_for_the_owner():
-    """What arrives before ``on_message`` is set is not lost."""
-    fabric, pairs = TcpFabric(checksums=False), {lane: tcp_pair() for lane in Lane}
-    hello = frames.pack_hello(Protection.NONE)
-    endpoint = await fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, hello))
-    peer = Peer({lane: pair[1] for lane, pair in pairs.items()})
-    await peer.send(Lane.URGENT, peer.frame(Lane.URGENT, Kind.MESSAGE, payload=b"early"))
-    await settle()
-    side = Side(fabric, endpoint)
-    await side.until(lambda: len(side.messages) == 1)
-    await fabric.close()
-    peer.close()
-
-
-@pytest.mark.parametrize("answer", [b"", b"GET / HTTP/1.1", frames.pack_hello() + b"x", FabricError("no"), None])
-async def test_failed_connect_closes_the_streams(answer):
-    pairs = {lane: tcp_pair() for lane in Lane}
-    fabric = TcpFabric()
-    connecting = asyncio.ensure_future(fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, answer)))
-    if answer is None:
-        await settle()
-        connecting.cancel()
-    with pytest.raises(asyncio.CancelledError if answer is None else FabricError):
-        await connecting
-    assert all(pair[0].fileno() == -1 for pair in pairs.values())
-    assert fabric.endpoints == set()
-    for pair in pairs.values():
-        pair[1].close()
-
-
-async def test_connect_without_a_lane():
-    pair = tcp_pair()
-    with pytest.raises(FabricError, match="urgent"):
-        await TcpFabric().connect(Bringup({Lane.BULK: pair[0]}, frames.pack_hello()))
-    assert pair[0].fileno() == -1
-    pair[1].close()
-
-
-@pytest.mark.parametrize(
-    "option", [{"rate": -1}, {"inflight_bytes": 0}, {"frame_bytes": frames.MAX_PAYLOAD + 1}, {"unsent_bytes": 0}]
-)
-def test_senseless_options(option):
-    with pytest.raises(InvalidArgument, match=next(iter(option))):
-        TcpFabric(**option)

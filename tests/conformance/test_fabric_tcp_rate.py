@@ -1,0 +1,151 @@
+"""The tcp fabric's rate limit, on a clock that is turned by hand, and how its connections begin and end."""
+
+import asyncio
+import contextlib
+import functools
+import socket
+import struct
+
+import pytest
+
+from kvd.errors import FabricError, InvalidArgument
+from kvd.fabric import frames
+from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
+from kvd.fabric.frames import HEADER_BYTES, Kind, Protection
+from kvd.fabric.tcp import TcpFabric
+from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S
+from kvd.types import Lane
+from tests.conformance.tcp_peer import Bringup, Peer, against_peer, lost, settle
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# --- the rate limit ---------------------------------------------------------------------------------------------------
+
+
+class HandTurnedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock stands still until the test moves it."""
+
+    now = 1000.0
+
+    def time(self):
+        return self.now
+
+
+def with_hand_turned_clock(test):
+    @functools.wraps(test)
+    def run():
+        with asyncio.Runner(loop_factory=HandTurnedLoop) as runner:
+            runner.run(test())
+
+    return run
+
+
+@with_hand_turned_clock
+async def test_rate_covers_both_lanes_and_urgent_goes_first():
+    """At 200 Mbit/s: bulk leaves in pieces of two milliseconds, and what urgent work waits for is one of them."""
+    loop, rate = asyncio.get_running_loop(), 25e6
+    async with against_peer(rate=rate) as (side, peer):
+        _, region = side.memory(MIB)
+        counters = side.endpoint.counters
+        side.endpoint.write(Lane.BULK, region, bytes(16), one(0, 0, MIB))
+        await settle()
+        piece = int(rate * PIECE_S)
+        at_first = counters.bytes_sent
+        assert 0 < at_first <= rate * 0.003 + 2 * piece
+        assert await drained(peer, Lane.BULK) <= at_first + 10 * (HEADER_BYTES + frames.RUN_BYTES)
+        total = at_first
+        for _ in range(20):
+            loop.now += 0.001
+            await settle()
+            await drained(peer, Lane.BULK)
+            total = counters.bytes_sent
+        assert total - at_first == pytest.approx(20 * rate / 1000, rel=0.15)
+        await drained(peer, Lane.BULK)
+        side.endpoint.write(Lane.URGENT, region, bytes(16), one(0, 0, 64 << 10))
+        await settle()
+        bulk = 0
+        urgent = await drained(peer, Lane.URGENT)
+        while urgent < 64 << 10:
+            loop.now += 0.001
+            await settle()
+            urgent += await drained(peer, Lane.URGENT)
+            bulk += await drained(peer, Lane.BULK)
+        assert bulk <= piece + 2 * (HEADER_BYTES + frames.RUN_BYTES)
+        assert piece >= MIN_PIECE_BYTES
+
+
+async def drained(peer, lane):
+    """How many bytes the lane has brought."""
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while data := peer.sockets[lane].recv(MIB):
+            count += len(data)
+    return count
+
+
+# --- connecting and losing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lane", Lane)
+@pytest.mark.parametrize("reset", [False, True])
+async def test_loss_of_either_lane(lane, reset):
+    async with against_peer() as (side, peer):
+        _, region = side.memory(1000)
+        operations = [side.endpoint.write(each, region, bytes(16), one(0, 0, 1000)) for each in Lane]
+        await peer.receive(lane)
+        if reset:
+            peer.sockets[lane].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.sockets[lane].close()
+        error = await lost(side)
+        assert isinstance(error, FabricError)
+        assert error.fields["lane"] == lane.name.lower()
+        for operation in operations:
+            assert type(await failure(operation)) is FabricError
+        assert len(side.lost) == 1
+
+
+async def test_early_messages_wait_for_the_owner():
+    """What arrives before ``on_message`` is set is not lost."""
+    fabric, pairs = TcpFabric(checksums=False), {lane: tcp_pair() for lane in Lane}
+    hello = frames.pack_hello(Protection.NONE)
+    endpoint = await fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, hello))
+    peer = Peer({lane: pair[1] for lane, pair in pairs.items()})
+    await peer.send(Lane.URGENT, peer.frame(Lane.URGENT, Kind.MESSAGE, payload=b"early"))
+    await settle()
+    side = Side(fabric, endpoint)
+    await side.until(lambda: len(side.messages) == 1)
+    await fabric.close()
+    peer.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"GET / HTTP/1.1", frames.pack_hello() + b"x", FabricError("no"), None])
+async def test_failed_connect_closes_the_streams(answer):
+    pairs = {lane: tcp_pair() for lane in Lane}
+    fabric = TcpFabric()
+    connecting = asyncio.ensure_future(fabric.connect(Bringup({lane: pair[0] for lane, pair in pairs.items()}, answer)))
+    if answer is None:
+        await settle()
+        connecting.cancel()
+    with pytest.raises(asyncio.CancelledError if answer is None else FabricError):
+        await connecting
+    assert all(pair[0].fileno() == -1 for pair in pairs.values())
+    assert fabric.endpoints == set()
+    for pair in pairs.values():
+        pair[1].close()
+
+
+async def test_connect_without_a_lane():
+    pair = tcp_pair()
+    with pytest.raises(FabricError, match="urgent"):
+        await TcpFabric().connect(Bringup({Lane.BULK: pair[0]}, frames.pack_hello()))
+    assert pair[0].fileno() == -1
+    pair[1].close()
+
+
+@pytest.mark.parametrize(
+    "option", [{"rate": -1}, {"inflight_bytes": 0}, {"frame_bytes": frames.MAX_PAYLOAD + 1}, {"unsent_bytes": 0}]
+)
+def test_senseless_options(option):
+    with pytest.raises(InvalidArgument, match=next(iter(option))):
+        TcpFabric(**option)
