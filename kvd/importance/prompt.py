@@ -10,6 +10,9 @@ this beats (d + c_1 + c_16)/3 by one to three points of the gap between profile 
 over neighbouring blocks or layers, maxima and geometric means, and sending the first tokens first won nothing; more
 queries win some points where decode goes on with a text, and nothing behind a question in chat form, for their price.
 
+c_1 is of a narrower selection than the window (:mod:`kvd_client.engines.prompt`). The figures above have both of one
+size, which at half and a quarter sent makes no difference, and is worse where less goes.
+
 Both are shares of a selection, but hardly ever of the same size: the profile has the mean of what decode selects, c
 that of what each query was allowed. So c is scaled to the profile's mean, layer by layer; with that, layers that are
 ranked and layers that are not yet compare.

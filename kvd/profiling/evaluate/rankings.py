@@ -95,7 +95,7 @@ def learnt(start: Values, prompts: Sequence[Counts], half_life: float) -> Values
 
 def prompt_aware(known: Values, counts: Counts) -> Values:
     """F = (d + c_1 + 2 c_16) / 4 as the daemon ranks by it (:mod:`kvd.importance.prompt`), of the profile d; all
-    (layers, KV heads, blocks)."""
+    (layers, KV heads, blocks). Here c_1 is of a selection as wide as those of the window."""
     return _combined(known, mixed(counts.last, counts.window))
 
 
