@@ -15,6 +15,12 @@ DEVICE = "demo"
 """Name of the decode node's device, where it has one."""
 
 
+def check_model(folder: Path) -> None:
+    """Raise :class:`DemoFailed` for what is no model's folder at all."""
+    if not (folder / "config.json").is_file():
+        raise DemoFailed(f"{folder}: has no config.json; --model wants the folder of a Hugging Face model")
+
+
 def load(folder: Path) -> tuple[Any, Any]:
     """The model in fp32 and its tokenizer. Raises :class:`DemoFailed` for a folder that holds none."""
     import torch
@@ -24,8 +30,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if not (folder / "config.json").is_file():
-        raise DemoFailed(f"{folder}: has no config.json; --model wants the folder of a Hugging Face model")
+    check_model(folder)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

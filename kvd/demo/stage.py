@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from kvd.demo import model as demo_model
 from kvd.demo.display import Display
 from kvd.demo.errors import DemoFailed
-from kvd.demo.inference import DEVICE, NODES
+from kvd.demo.inference import DEVICE, NODES, check_model
 from kvd.demo.processes import Children, Event, child_environment, now
 from kvd.units import Rate
 from kvd_client import Client, KvdError
@@ -103,6 +103,8 @@ class Stage(abc.ABC, Generic[R]):
     async def model(self, chosen: Path | None) -> Path:
         """The folder of the user's model, or of the demo's own, which is fetched first if need be."""
         if chosen is not None:
+            # Said here and not by whichever of the two inference processes finds out first.
+            check_model(chosen)
             return _whole(chosen)
         if (folder := demo_model.cached()) is not None:
             return folder

@@ -14,6 +14,7 @@ from kvd.fabric.frames import HEADER_BYTES, Header, Kind, unpack_header
 from kvd.fabric.seals import Checksum
 from kvd.types import Lane
 from kvd.wire import framing
+from kvd.wire.guard import GuardWriter
 from kvd.wire.messages import Notification, Ping, Pong, WireMessage
 from tests.fuzz.generate import pack_frame
 from tests.fuzz.listeners import PeerAttack
@@ -36,6 +37,9 @@ class RawPeer(PeerAttack):
         self._numbers = dict.fromkeys(Lane, 0)
         self._frames = dict.fromkeys(Lane, 0)
         self._operations = 0
+
+    def abuse(self, control: socket.socket, lanes: dict[Lane, socket.socket], writer: GuardWriter) -> None:
+        """What it does, the tests say."""
 
     def __enter__(self) -> RawPeer:
         with asyncio.Runner() as runner:

@@ -212,7 +212,7 @@ def test_a_killed_process_ends_it_with_one_sentence(tmp_path: Path, model: Path,
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--model", "/nowhere"], "kvd: the prefill process failed: /nowhere: has no config.json; "),
+        (["--model", "/nowhere"], "kvd: /nowhere: has no config.json; "),
         (["--prompt-file", "/nowhere.txt"], "kvd: /nowhere.txt: can't be read: no such file or directory\n"),
         (
             ["--prompt-tokens", "600"],

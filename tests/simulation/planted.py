@@ -264,7 +264,8 @@ def a_ranking_loses_what_is_pending(patch: pytest.MonkeyPatch) -> None:
     def rank(self: SendQueue, layer: int, shares: Any, weight: float) -> bool:
         pending = self.pending_tokens
         for work in (self._proactive, self._rest):
-            work.take_layer(layer)
+            for rows in range(len(self.lengths)):
+                work.take_rows(layer, rows)
         self.pending_tokens = pending
         return properly(self, layer, shares, weight)
 
