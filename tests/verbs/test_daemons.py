@@ -3,7 +3,6 @@ daemon loads torch. What starts where, and what does not."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from tests.integration.test_transfer import check, put
 from tests.verbs.conftest import PATIENT, SMALL
 from tests.verbs.devices import DEVICES, link_down, needs_devices, packets_vanish
 from tests.verbs.forked import ForkedDaemon
+from tests.waiting import eventually
 
 pytestmark = [needs_devices, pytest.mark.timeout(180)]
 
@@ -53,11 +53,10 @@ def test_a_row_of_transfers_gives_everything_back(
             prefill.finish(timeout_s=WAIT_S)
             check(decode, SPEC, [64], seed=number)
     # A revocation asks the other side first.
-    while not memory_is_back(source, sink):
-        pass
+    assert memory_is_back(source, sink)
     # A client's own descriptors go a moment after its transfer.
-    while [len(_opened(daemon)) for daemon in daemons] > [len(before) for before in descriptors]:
-        pass
+    most = [len(before) for before in descriptors]
+    eventually("no descriptor is left", lambda: [len(_opened(daemon)) for daemon in daemons] <= most)
 
 
 def _opened(daemon: DaemonProcess) -> list[str]:
@@ -120,13 +119,12 @@ def transfer(source: Client, sink: Client, name: str, request: str, lengths: tup
 
 def memory_is_back(*clients: Client) -> bool:
     """Within a moment: a released lease goes back when the last write into it has been confirmed or turned away."""
-    until = time.monotonic() + WAIT_S
-    while time.monotonic() < until:
+
+    def back() -> bool:
         memories = [client.status().memory for client in clients]
-        if all((memory.leases, memory.in_use) == (0, 0) for memory in memories):
-            return True
-        time.sleep(0.05)
-    return False
+        return all((memory.leases, memory.in_use) == (0, 0) for memory in memories)
+
+    return eventually("the memory is back", back, WAIT_S)
 
 
 def test_a_path_that_carries_nothing_is_left_for_tcp(tmp_path: Path, cluster: dict[str, DaemonProcess]) -> None:
