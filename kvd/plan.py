@@ -86,18 +86,8 @@ def plan_tokens(
     outside either layout.
     """
     check_compatible(source, sink)
-    if not 0 <= layer < source.layers:
-        raise InvalidArgument(
-            f"layer {layer} does not exist; the part has layers 0 to {source.layers - 1}", layer=layer
-        )
-    capacity = min(source.capacity, sink.capacity)
-    # A token's place in each memory, counted in tokens from the layer's start; bytes and mask bytes follow from it.
-    if len(ranges) <= FEW and not isinstance(ranges, np.ndarray):
-        pieces = np.array(_few(ranges, source, sink, capacity), np.int64).reshape(-1, 3)
-    else:
-        rows, starts, stops = _columns(ranges, source.rows, capacity)
-        pieces = np.stack((rows * source.capacity + starts, rows * sink.capacity + starts, stops - starts), axis=1)
-        pieces = _joined(pieces)
+    _check_layer(source, layer)
+    pieces = _pieces(source, sink, ranges)
     size = source.token_bytes
     data_at = (source_offset + source.layer_offset(layer), sink_offset + sink.layer_offset(layer), 0)
     masks_at = (source_offset + source.mask_offset(layer), sink_offset + sink.mask_offset(layer), 0)
@@ -106,6 +96,27 @@ def plan_tokens(
         masks=pieces + np.array(masks_at, np.int64),
         token_bytes=size,
     )
+
+
+def plan_masks(
+    source: PartLayout,
+    sink: PartLayout,
+    layers: Sequence[tuple[int, Sequence[TokenRange]]],
+    *,
+    source_offset: int = 0,
+) -> Descriptors:
+    """The mask bytes alone of tokens of several layers, by layer, in as few descriptors as they go: what
+    :func:`plan_tokens` has of each in ``masks``. Raises as it does."""
+    check_compatible(source, sink)
+    parts: list[Descriptors] = []
+    alike: tuple[Sequence[TokenRange], Descriptors] | None = None
+    for layer, ranges in layers:
+        _check_layer(source, layer)
+        if alike is None or alike[0] != ranges:  # most often the same tokens go of every layer
+            alike = ranges, _pieces(source, sink, ranges)
+        at = (source_offset + source.mask_offset(layer), sink.mask_offset(layer), 0)
+        parts.append(alike[1] + np.array(at, np.int64))
+    return merge(np.concatenate(parts)) if parts else np.empty((0, 3), np.int64)
 
 
 def chop(plan: Plan, max_bytes: int) -> list[Plan]:
@@ -157,6 +168,24 @@ def merge(descriptors: Descriptors) -> Descriptors:
     merged = pieces[first]
     merged[:, 2] = np.add.reduceat(pieces[:, 2], first)
     return merged
+
+
+def _check_layer(source: PartLayout, layer: int) -> None:
+    if not 0 <= layer < source.layers:
+        raise InvalidArgument(
+            f"layer {layer} does not exist; the part has layers 0 to {source.layers - 1}", layer=layer
+        )
+
+
+def _pieces(source: PartLayout, sink: PartLayout, ranges: Sequence[TokenRange] | npt.NDArray[np.int64]) -> Descriptors:
+    """Tokens' places in each memory and their number, counted in tokens from the layer's start; bytes and mask bytes
+    follow from it."""
+    capacity = min(source.capacity, sink.capacity)
+    if len(ranges) <= FEW and not isinstance(ranges, np.ndarray):
+        return np.array(_few(ranges, source, sink, capacity), np.int64).reshape(-1, 3)
+    rows, starts, stops = _columns(ranges, source.rows, capacity)
+    pieces = np.stack((rows * source.capacity + starts, rows * sink.capacity + starts, stops - starts), axis=1)
+    return _joined(pieces)
 
 
 def _few(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import kvd_kernels
@@ -24,6 +26,15 @@ def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> No
     pages in plain form, as much as ``plan.decode`` and ``plan.encode`` say. Raises :class:`InvalidArgument` where
     memory is missing or too short.
     """
+    for _ in in_turns(plan, sources, staging):
+        pass
+
+
+def in_turns(
+    plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer, turn_bytes: int = sys.maxsize
+) -> Iterator[None]:
+    """As :func:`regroup`, yielding whenever the copies have moved about ``turn_bytes``: for a caller whose thread has
+    something else to do in between. A single box is not cut, and neither is decoding or encoding."""
     out = _bytes(staging)
     if len(out) < plan.staging_bytes:
         raise InvalidArgument(
@@ -43,15 +54,19 @@ def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> No
     try:
         kvd_kernels.zero(target, plan.zero, plan.zero_bytes)
         for copy in plan.copies:
-            kvd_kernels.regroup(
-                memories[copy.channel],
-                target,
-                copy.places,
-                copy.shape,
-                copy.source_strides,
-                copy.target_strides,
-                copy.item_bytes,
-            )
+            boxes = max(1, turn_bytes // (math.prod(copy.shape) * copy.item_bytes))
+            for first in range(0, len(copy.places), boxes):
+                if first:
+                    yield
+                kvd_kernels.regroup(
+                    memories[copy.channel],
+                    target,
+                    copy.places[first : first + boxes],
+                    copy.shape,
+                    copy.source_strides,
+                    copy.target_strides,
+                    copy.item_bytes,
+                )
     except IndexError as error:
         raise InvalidArgument(f"a source's memory is too short for the plan: {error}") from None
     if plan.encode:

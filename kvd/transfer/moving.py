@@ -8,22 +8,25 @@ grants, so no fabric's order within one write could promise it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
+import os
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from kvd.errors import Aborted, InvalidArgument, KvdError, RemoteAccessError
 from kvd.fabric.base import Fabric, Grant, Operation, Region
-from kvd.layout.execute import regroup
+from kvd.layout.execute import in_turns
 from kvd.layout.steps import RegroupPlan
 from kvd.mask import mark, mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
 from kvd.memory.tensors import within
-from kvd.plan import plan_tokens
+from kvd.plan import plan_masks
 from kvd.tensors import Layers, Route, in_lease, of_target
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
@@ -36,6 +39,13 @@ from kvd_client.layouts import ChannelGrant
 INLINE_BYTES = 4 << 20
 """Regrouped on the event loop's thread, in about a millisecond: another thread would wait as long for each turn of the
 interpreter's lock while this one is busy sending, and has several to take."""
+TURN_BYTES = 8 << 20
+"""Of what is regrouped on the loop's thread at once where no processor is free for another thread: a millisecond, as
+much as the socket has to send meanwhile. From here on the kernel's stores go past the caches."""
+PROCESSORS = 3
+"""From so many on another thread regroups while the loop sends. With two, the loop and a peer or an inference process
+on the same host have both: the thread would be given the interpreter's lock without a processor to run on, and the loop
+wait for both."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -100,23 +110,35 @@ async def stage(pool: Pool, turn: asyncio.Lock, move: Move, record: Record, laye
     sources = record.tensors.memory.buffers() if record.tensors is not None else [record.lease.memory]
     staging = move.staging.memory
 
-    def work() -> None:
-        at = 0
+    def work(turn_bytes: int = sys.maxsize) -> Iterator[None]:
+        """Regroup, and account for the time that it takes and its turns don't."""
+        at, began = 0, time.perf_counter()
         for plan in plans:
-            regroup(plan, sources, staging[at : at + plan.staging_bytes])
+            for _ in in_turns(plan, sources, staging[at : at + plan.staging_bytes], turn_bytes):
+                move.regroup_us += int((time.perf_counter() - began) * 1e6)
+                yield
+                began = time.perf_counter()
             at += plan.staging_bytes
+        move.regroup_us += int((time.perf_counter() - began) * 1e6)
 
     async with turn:
         move.check()
-        began = time.perf_counter()
         if nbytes <= INLINE_BYTES:
-            work()
+            collections.deque(work(), maxlen=0)
+        elif few_processors() and not any(plan.decode or plan.encode for plan in plans):
+            for _ in work(TURN_BYTES):
+                await asyncio.sleep(0)
+                move.check()
         else:
-            await asyncio.to_thread(work)
-        move.regroup_us = int((time.perf_counter() - began) * 1e6)
+            await asyncio.to_thread(collections.deque, work(), 0)
     move.nbytes = nbytes
     move.check()
     return plans
+
+
+def few_processors() -> bool:
+    """Whether a thread of this process that only regroups would be in the way of the one that sends."""
+    return len(os.sched_getaffinity(0)) < PROCESSORS
 
 
 async def push(move: Move, record: Record, session: Session, plans: Sequence[RegroupPlan]) -> None:
@@ -150,16 +172,14 @@ async def mark_far(move: Move, record: Record, session: Session, instruction: do
     """Every byte of a batch is in place: write its mask bytes, and tell the sink's daemon. On the urgent lane, since on
     the other one they would wait behind the next batch."""
     assert record.sink is not None
-    masks = []
     for layer, ranges in instruction.layers:
         mark(mask_view(record.lease.memory, record.layout, layer), ranges)
-        plan = plan_tokens(record.layout, record.sink.layout, layer, ranges, source_offset=record.lease.offset)
-        masks.append(plan.masks)
+    masks = plan_masks(record.layout, record.sink.layout, instruction.layers, source_offset=record.lease.offset)
     arrived = [LayerRanges(layer, list(ranges)) for layer, ranges in instruction.layers]
     notify = msgspec.msgpack.encode(TensorsArrived(record.sink.sink, arrived, instruction.path.value))
     region = record.lease.region(session.fabric.name)
     grant = record.sink.grant
-    await move.run([session.endpoint.write(Lane.URGENT, region, grant, np.concatenate(masks), notify=notify)])
+    await move.run([session.endpoint.write(Lane.URGENT, region, grant, masks, notify=notify)])
 
 
 def offer(move: Move, session: Session) -> bytes:

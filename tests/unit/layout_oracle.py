@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import numpy as np
 from hypothesis import strategies as st
 
 from kvd.layout.descriptor import Digit, Layout, Placed, Placement
-from kvd.layout.execute import regroup
+from kvd.layout.execute import in_turns
 
 UNTOUCHED = 0xEE
 
@@ -104,10 +105,11 @@ def fill(oracle: Oracle, chosen: list[dict[str, int]]) -> list[np.ndarray]:
     return memory
 
 
-def perform(plan, sources: list[np.ndarray], targets: list[np.ndarray]) -> None:
+def perform(plan, sources: list[np.ndarray], targets: list[np.ndarray], turn_bytes: int = sys.maxsize) -> None:
     """Both steps."""
     staging = np.full(plan.staging_bytes, 0xDD, np.uint8)
-    regroup(plan, sources, staging)
+    for _ in in_turns(plan, sources, staging, turn_bytes):
+        pass
     for source, channel, target, length in plan.requests.tolist():
         assert source >= 0
         assert source + length <= len(staging)

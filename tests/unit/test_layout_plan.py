@@ -89,8 +89,8 @@ def expected(
 
 
 @few
-@given(sides(), st.booleans())
-def test_every_element_gets_to_its_place_in_the_fewest_runs(pair, partial):
+@given(sides(), st.booleans(), st.sampled_from((1, 40, 1 << 20)))
+def test_every_element_gets_to_its_place_in_the_fewest_runs(pair, partial, turn_bytes):
     source, target, item = pair
     reader, writer = Oracle(source, item), Oracle(target, item)
     ranges = shared(source, target)
@@ -108,7 +108,7 @@ def test_every_element_gets_to_its_place_in_the_fewest_runs(pair, partial):
         assert sum(writer.page(position) in pages for position in everywhere) > len(chosen)
         return
     memory = writer.memory()
-    perform(plan, sources, memory)
+    perform(plan, sources, memory, turn_bytes)
     if not chosen:
         assert len(plan.requests) == 0
         return

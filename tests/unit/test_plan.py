@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import InvalidArgument, UnsupportedLayout
-from kvd.plan import Plan, check_compatible, chop, merge, plan_tokens, ranges_of
+from kvd.plan import Plan, check_compatible, chop, merge, plan_masks, plan_tokens, ranges_of
 from kvd_client.spec import PartLayout, TokenRange
 
 
@@ -43,6 +43,17 @@ def execute(plan: Plan, source: bytes, sink: bytearray) -> None:
             assert here + length <= len(source)
             assert there + length <= len(sink)
             sink[there : there + length] = source[here : here + length]
+
+
+@given(cases(), st.integers(0, 100), st.lists(st.booleans(), max_size=4))
+def test_masks_alone_are_those_of_the_plans(case, source_at, alike) -> None:
+    source, sink, ranges, first = case
+    layers = [(first, ranges), *((n % source.layers, ranges if same else ranges[::2]) for n, same in enumerate(alike))]
+    found = plan_masks(source, sink, layers, source_offset=source_at)
+    apart = [plan_tokens(source, sink, layer, some, source_offset=source_at).masks for layer, some in layers]
+    assert np.array_equal(found, merge(np.concatenate(apart)))
+    with pytest.raises(InvalidArgument, match=f"layer {source.layers} does not exist"):
+        plan_masks(source, sink, [(source.layers, ranges)])
 
 
 @given(cases(), st.integers(0, 100), st.integers(0, 100), st.randoms(use_true_random=False))

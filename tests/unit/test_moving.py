@@ -1,0 +1,116 @@
+"""Regrouping beside a busy event loop: in turns where no processor is free for a thread, all of it in either case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvd.errors import Aborted
+from kvd.layout.execute import regroup
+from kvd.memory.pool import Pool
+from kvd.tensors import Route, in_lease, on_device
+from kvd.transfer import moving
+from kvd.transfer.moving import Move
+from kvd_client.layouts import Placement
+from kvd_client.spec import PartLayout, TokenRange
+
+LAYOUT = PartLayout(layers=2, heads=2, entry_bytes=256, rows=1, capacity=96)
+LAYERS = [(layer, (TokenRange(0, 0, 90),)) for layer in range(2)]
+
+
+@pytest.fixture
+def record() -> Any:
+    tiles = Placement(layout="tenstorrent")
+    table = np.arange(3)[None]
+    target = on_device(LAYOUT, (90,), 0, tiles, channels=3, alignment=64, blocks=3, table=table)
+    memory = np.random.default_rng(1).integers(0, 256, LAYOUT.nbytes, np.uint8)
+    lease = SimpleNamespace(memory=memoryview(memory).cast("B"))
+    return SimpleNamespace(tensors=None, lease=lease, route=Route(in_lease(LAYOUT, (90,), 0, tiles), target))
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    monkeypatch.setattr(moving, "INLINE_BYTES", 0)
+    monkeypatch.setattr(moving, "TURN_BYTES", 4096)
+    pool = Pool(1 << 20, 1 << 20, "never")
+    pool.prepare(1 << 20)  # which a thread would do later
+    yield pool
+    pool.close()
+
+
+def regrouped(record: Any) -> bytes:
+    (plan,) = record.route.plan(LAYERS)
+    staging = bytearray(plan.staging_bytes)
+    regroup(plan, [record.lease.memory], staging)
+    return bytes(staging)
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["in turns", "in a thread"])
+async def test_all_is_staged(record: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+    monkeypatch.setattr(moving, "few_processors", lambda: few)
+    threads: list[Any] = []
+    monkeypatch.setattr(moving.asyncio, "to_thread", recording(asyncio.to_thread, threads))
+    move, turns = Move(), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while move.nbytes == 0:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    await moving.stage(pool, asyncio.Lock(), move, record, LAYERS)
+    await other
+    assert move.staging is not None
+    assert bytes(move.staging.memory[: move.nbytes]) == regrouped(record)
+    assert move.regroup_us > 0
+    assert bool(threads) == (not few)
+    # K and V of two layers, 3 blocks of 32 tokens, 2 heads of 64 elements in bfloat16: 96 KiB in turns of 4 KiB
+    assert turns >= (24 if few else 1)
+
+
+async def test_a_move_that_is_cancelled_between_turns_stops(
+    record: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "few_processors", lambda: True)
+    move = Move()
+
+    async def cancel() -> None:
+        await asyncio.sleep(0)
+        move.cancel()
+
+    with pytest.raises(Aborted):
+        await asyncio.gather(moving.stage(pool, asyncio.Lock(), move, record, LAYERS), cancel())
+    assert move.staging is not None
+    staged, whole = bytes(move.staging.memory), regrouped(record)
+    assert staged[: len(whole)] != whole
+    await moving.withdraw(move)
+    assert pool.in_use == 0
+
+
+async def test_block_formats_are_regrouped_in_a_thread(
+    record: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding has no turns: it would hold the loop up for as long as it takes."""
+    tiles = Placement(layout="tenstorrent", codec="bfp8_b")
+    table = np.arange(3)[None]
+    target = on_device(LAYOUT, (90,), 0, tiles, channels=3, alignment=64, blocks=3, table=table)
+    record.route = Route(in_lease(LAYOUT, (90,), 0, tiles), target)
+    monkeypatch.setattr(moving, "few_processors", lambda: True)
+    threads: list[Any] = []
+    monkeypatch.setattr(moving.asyncio, "to_thread", recording(asyncio.to_thread, threads))
+    await moving.stage(pool, asyncio.Lock(), Move(), record, LAYERS)
+    assert threads
+
+
+def recording(function: Any, calls: list[Any]) -> Any:
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
