@@ -1,11 +1,16 @@
 """A layout-aware transfer beside a plain one of the same bytes, host staging with conversion, and a request per tile.
 
-``python -m tests.bench.bench_hetero [--tokens 256 1024] [--rate 10gbit] [--rounds 5]``. Two daemons on this host, the
-sink with a device of 8 channels in shared memory; the model is Llama-3.1-70B's (80 layers, 8 KV heads of 128, bfloat16:
-320 KiB a token), all layers computed beforehand. Each round times every way once, one after the other, from the sink's
-open to the last token's mask byte; the ratio is the median over rounds of a way's time over the plain one's of the
-same round. Without ``--rate`` the link is loopback itself; with ``--shaped`` it is a veth pair, whose rate the kernel
-holds.
+``python -m tests.bench.bench_hetero [--tokens 256 1024] [--rate loopback 10gbit] [--rounds 5]``. Two daemons on this
+host, the sink with a device of 8 channels in shared memory; the model is Llama-3.1-70B's (80 layers, 8 KV heads of 128,
+bfloat16: 320 KiB a token), all layers computed beforehand. Timed from the sink's open to the last token's mask byte.
+
+In each round every way runs next to a plain transfer of its own, in every second round before it; the ratio is the
+median of these pairs, which a machine that is slower for some seconds leaves as it is. CPU is both daemons', and its
+ratio that of the medians. Loopback is this host's; a rate is that of a veth pair that the kernel's tbf holds, or with
+``--paced``, and without root, that of kvd's own pacing. ``--seconds`` ends a table early.
+
+``python -m tests.bench.bench_hetero --marks`` is what the marks are about, in less than four minutes: layer by layer,
+pushed and pulled, 80 and 320 MiB, on loopback and at 1, 2.5, 5 and 10 Gbit/s.
 
 ``convert``: a plain transfer, then the tiling in the sink's host memory, layer by layer with PyTorch where it is
 installed (what an engine without kvd does), else with NumPy. ``convert (kernel)``: the same with kvd's own kernel.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import secrets
 import statistics
@@ -25,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import kvd_kernels
 import msgspec
@@ -44,6 +50,10 @@ LLAMA = KVSpec(layers=80, kv_heads=8, entry_bytes=512, dtype="bfloat16", model="
 TILES = Placement(layout="tenstorrent", device="npu")
 WIDE = Placement(layout="tenstorrent", device="wide")
 WAIT_S = 300.0
+LEAST_ROUNDS = 3
+MARKED_RATES = ["loopback", "1gbit", "2.5gbit", "5gbit", "10gbit"]
+
+Way: TypeAlias = Callable[[], "tuple[float, dict[str, int]]"]
 
 
 class Bench:
@@ -72,15 +82,12 @@ class Bench:
                 seconds = time.perf_counter() - began
             prefill.finish(timeout_s=WAIT_S)
             now, cpu = self.source.status().counters, self._cpu() - cpu
-        return seconds, {key: now[key] - before.get(key, 0) for key in now} | {"cpu_ms": int(1e3 * cpu)}
+        return seconds, {key: now[key] - before.get(key, 0) for key in now} | {"cpu_us": int(1e6 * cpu)}
 
     def _cpu(self) -> float:
         """Processor seconds of both daemons so far: what a busy machine changes least."""
-        total = 0
-        for pid in self._pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-        return total / os.sysconf("SC_CLK_TCK")
+        tasks = [task for pid in self._pids for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def paged(self, placement: Placement) -> tuple[float, dict[str, int]]:
         """Into every second block of a cache, so that none touches another."""
@@ -153,8 +160,9 @@ def has_torch() -> bool:
 
 
 @contextlib.contextmanager
-def clients(rate: str, nbytes: int, shaped: bool = False) -> Iterator[tuple[Client, Client]]:
-    room = f"{(5 * nbytes >> 20) + 64}MiB"
+def clients(rate: str, nbytes: int, shaped: bool) -> Iterator[tuple[Client, Client]]:
+    # Arenas of other sizes are kept up to half of it: none shall be made while a transfer is timed.
+    room = f"{(12 * nbytes >> 20) + 512}MiB"
     config: dict[str, Any] = {
         "memory": {"pool": room, "arena": "64MiB"},
         "npu.npu": {"channels": 8, "channel_bytes": f"{(3 * nbytes // 8 >> 20) + 4}MiB", "alignment": 64},
@@ -191,13 +199,43 @@ def clients(rate: str, nbytes: int, shaped: bool = False) -> Iterator[tuple[Clie
             yield source, sink
 
 
-def measure(tokens: int, rate: str, rounds: int, layers: int, chosen: list[str], shaped: bool) -> None:
-    spec = msgspec.structs.replace(LLAMA, layers=layers)
-    nbytes = tokens * layers * spec.kv_heads * spec.entry_bytes
+@dataclasses.dataclass
+class Row:
+    """A way's runs, and the plain ones beside them."""
+
+    times: list[float] = dataclasses.field(default_factory=list)
+    plain: list[float] = dataclasses.field(default_factory=list)
+    cpu_us: list[int] = dataclasses.field(default_factory=list)
+    plain_cpu_us: list[int] = dataclasses.field(default_factory=list)
+    last: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, ways: dict[str, Way], name: str, plain_first: bool) -> None:
+        for one in ("plain", name) if plain_first else (name, "plain"):
+            seconds, counters = ways[one]()
+            (self.plain if one == "plain" else self.times).append(seconds)
+            (self.plain_cpu_us if one == "plain" else self.cpu_us).append(counters["cpu_us"])
+            if one == name:
+                self.last = counters
+
+    def shown(self, name: str) -> str:
+        ratio = statistics.median(one / plain for one, plain in zip(self.times, self.plain, strict=True))
+        cpu = statistics.median(self.cpu_us) / 1e3
+        regroup_us = self.last.get("regroup_us", 0)
+        return (
+            f"{name:18} {1e3 * statistics.median(self.times):6.0f} ms {1e3 * min(self.times):6.0f} ms {ratio:7.3f} "
+            f"{min(self.times) / min(self.plain):10.3f} {self.last.get('tensor_requests', 0) or '':>9} "
+            f"{f'{regroup_us / 1e3:.0f} ms' if regroup_us else '':>9} {cpu:5.0f} ms "
+            f"{1e3 * cpu / statistics.median(self.plain_cpu_us):9.2f}"
+        )
+
+
+def measure(options: argparse.Namespace, tokens: int, rate: str) -> None:
+    spec = msgspec.structs.replace(LLAMA, layers=options.layers)
+    nbytes = tokens * options.layers * spec.kv_heads * spec.entry_bytes
+    shaped = bool(rate) and not options.paced
     with clients(rate, nbytes, shaped) as (source, sink):
         bench = Bench(source, sink, spec, tokens)
-        torch = has_torch()
-        ways: dict[str, Callable[[], tuple[float, dict[str, int]]]] = {
+        ways: dict[str, Way] = {
             "plain": bench.run,
             "layers, push": lambda: bench.run(placement=TILES, unit="layer"),
             "layers, pull": lambda: bench.run(placement=TILES, unit="layer", pull=True),
@@ -208,47 +246,54 @@ def measure(tokens: int, rate: str, rounds: int, layers: int, chosen: list[str],
             "staged": lambda: bench.staged(TILES),
             "per tile": lambda: bench.paged(WIDE),
         }
-        if torch:
+        if has_torch():
             ways["convert"] = lambda: bench.run(bench.convert_with_torch)
-        ways = {name: way for name, way in ways.items() if name == "plain" or not chosen or name in chosen}
-        for way in ways.values():
-            way()  # makes the memory
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        last: dict[str, dict[str, int]] = {}
-        cpu: dict[str, list[int]] = {name: [] for name in ways}
-        for _ in range(rounds):
-            for name, way in ways.items():
-                seconds, last[name] = way()
-                times[name].append(seconds)
-                cpu[name].append(last[name]["cpu_ms"])
-        print(f"\n{nbytes / (1 << 20):.0f} MiB, {tokens} tokens, {layers} layers, link {rate or 'loopback'}")
-        names = ("way", "median", "best", "ratio", "best ratio", "requests", "regroup", "CPU")
-        print("{:18} {:>9} {:>9} {:>7} {:>10} {:>9} {:>9} {:>8}".format(*names))
-        for name, found in times.items():
-            ratio = statistics.median(one / plain for one, plain in zip(found, times["plain"], strict=True))
-            requests, regroup_us = last[name].get("tensor_requests", 0), last[name].get("regroup_us", 0)
-            print(
-                f"{name:18} {1e3 * statistics.median(found):6.0f} ms {1e3 * min(found):6.0f} ms {ratio:7.3f} "
-                f"{min(found) / min(times['plain']):10.3f} {requests or '':>9} "
-                f"{f'{regroup_us / 1e3:.0f} ms' if regroup_us else '':>9} {statistics.median(cpu[name]):5.0f} ms",
-                flush=True,
-            )
+        ways = {name: way for name, way in ways.items() if name == "plain" or not options.ways or name in options.ways}
+        for _ in range(2):  # makes the memory, in the sizes that batches have once the link's rate is known
+            for way in ways.values():
+                way()
+        rows = {name: Row() for name in ways if name != "plain"}
+        began, rounds = time.monotonic(), 0
+        while rounds < options.rounds and (rounds < LEAST_ROUNDS or time.monotonic() - began < options.seconds):
+            for name, row in rows.items():
+                row.add(ways, name, plain_first=rounds % 2 == 0)
+            rounds += 1
+        link = f"{rate}, {'held by the kernel' if shaped else 'paced by kvd'}" if rate else "loopback"
+        print(f"\n{nbytes / (1 << 20):.0f} MiB, {tokens} tokens, {options.layers} layers, {link}, {rounds} pairs a way")
+        names = ("way", "median", "best", "ratio", "best ratio", "requests", "regroup", "CPU", "CPU ratio")
+        print("{:18} {:>9} {:>9} {:>7} {:>10} {:>9} {:>9} {:>8} {:>9}".format(*names))
+        every = [one for row in rows.values() for one in row.plain]
+        cpu_us = [one for row in rows.values() for one in row.plain_cpu_us]
+        print(Row(every, every, cpu_us, cpu_us).shown("plain"))
+        for name, row in rows.items():
+            print(row.shown(name), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, nargs="+", default=[256])
     parser.add_argument("--layers", type=int, default=LLAMA.layers)
-    parser.add_argument("--rate", default="", help="limit of the link, as in the configuration, such as 10gbit")
+    parser.add_argument(
+        "--rate", nargs="+", default=["loopback"], help="limits of the link, as in the configuration, such as 10gbit"
+    )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help=f"of a table of {LEAST_ROUNDS} rounds or more"
+    )
     parser.add_argument("--ways", nargs="+", default=[], help="beside the plain one, by the names of the table")
-    parser.add_argument("--shaped", action="store_true", help="the kernel's tbf holds the rate, as root, not kvd")
+    parser.add_argument("--paced", action="store_true", help="kvd holds the rate itself, not the kernel's tbf, as root")
+    parser.add_argument("--marks", action="store_true", help="the sizes, rates and ways of the marks")
     options = parser.parse_args()
-    if options.shaped and why_not():
-        raise SystemExit(f"bench_hetero: {why_not()}")
+    if options.marks:
+        options.ways, options.tokens, options.rate = ["layers, push", "layers, pull"], [256, 1024], MARKED_RATES
+        options.rounds, options.seconds = 25, 14.0
+    if why_not() and not options.paced and options.rate != ["loopback"]:
+        print(f"bench_hetero: {why_not()}; kvd holds the rates itself")
+        options.paced = True
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for tokens in options.tokens:
-        measure(tokens, options.rate, options.rounds, options.layers, options.ways, options.shaped)
+    for rate in options.rate:
+        for tokens in options.tokens:
+            measure(options, tokens, "" if rate == "loopback" else rate)
 
 
 if __name__ == "__main__":
