@@ -208,6 +208,8 @@ def parse(text: str, *, name: str = "kvd.toml") -> Config:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: not TOML: {error}", file=name) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: not TOML: its brackets are nested too deeply", file=name) from None
     _walk(Config, tree, "$", name)
     try:
         return msgspec.convert(tree, Config, dec_hook=_from_text)

@@ -96,9 +96,11 @@ def _layout(text: str, codec: str, block: int, channels: int, alignment: int) ->
     try:
         return notation.from_toml(Path(text).read_text("utf-8"))
     except OSError as error:
-        raise InvalidArgument(f"{text} can't be read: {error.strerror}", file=text) from None
+        raise InvalidArgument(f"{text[-255:]} can't be read: {error.strerror}", file=text[-255:]) from None
     except UnicodeDecodeError:
         raise InvalidArgument(f"{text} is not text", file=text) from None
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{text}: {error.message}", **error.fields | {"file": text}) from None
 
 
 def _shown(found: Summary) -> Iterator[str]:

@@ -45,6 +45,10 @@ def _bounded(name: str, value: int, low: int, high: int) -> None:
         raise InvalidArgument(f"{name} is {value}; it must be between {low} and {high}", field=name, value=value)
 
 
+def _times(count: int) -> str:
+    return {0: "not at all", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Digit:
     """A digit of an axis. ``radix`` 0 (written ``*``): as many as the axis needs; only an axis's first digit has it."""
@@ -114,12 +118,14 @@ class Layout:
         names = [digit.name for _, digits in self.axes for digit in digits]
         order = self.tensors + self.pages + self.inner
         _bounded(f"the number of digits of layout {self.name!r}", len(names), 1, MAX_DIGITS)
-        if sorted(names) != sorted(order) or len(set(names)) != len(names):
-            raise self._wrong(
-                f"its order has the digits {' '.join(order)} and its axes have {' '.join(names)}; each digit must be "
-                "once in both",
-                "order",
-            )
+        for name in dict.fromkeys((*names, *order)):
+            factored, placed = names.count(name), order.count(name)
+            if (factored, placed) != (1, 1):
+                raise self._wrong(
+                    f"its axes have digit {name} {_times(factored)} and its order {_times(placed)}; each digit must be "
+                    "once in both, where an axis that is not factored is one digit of its own name",
+                    "order",
+                )
         for axis, digits in self.axes:
             for at, digit in enumerate(digits):
                 if not digit.radix and at:

@@ -70,7 +70,7 @@ def model(text: str) -> ModelShape:
         if path.suffix == ".json" or path.exists():
             return _from_config(path)
     except OSError as error:
-        raise InvalidArgument(f"{path} can't be read: {error.strerror}", file=str(path)) from None
+        raise InvalidArgument(f"{str(path)[-255:]} can't be read: {error.strerror}", file=str(path)[-255:]) from None
     raise InvalidArgument(
         f"there is no model {text[:64]!r}; name a config.json, one of {', '.join(MODELS)}, or give "
         "layers=N,kv_heads=N,head_dim=N",
@@ -86,6 +86,8 @@ def _spelled_out(text: str) -> ModelShape:
             raise InvalidArgument(
                 f"{part[:32]!r} says nothing of a model; give layers=N,kv_heads=N,head_dim=N", model=text[:64]
             )
+        if name in values:
+            raise InvalidArgument(f"the model has {name} twice; give each once", field=name, model=text[:64])
         values[name] = int(number[:9])
     if missing := {"layers", "kv_heads", "head_dim"} - set(values):
         raise InvalidArgument(f"the model lacks {min(missing)}; give layers=N,kv_heads=N,head_dim=N", model=text[:64])
@@ -103,6 +105,8 @@ def _from_config(path: Path) -> ModelShape:
         config = json.loads(text)
     except ValueError as error:
         raise InvalidArgument(f"{path} is no model's configuration: {error}", file=str(path)) from None
+    except RecursionError:
+        raise InvalidArgument(f"{path} is no model's configuration: it is nested too deeply", file=str(path)) from None
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
         config = config["text_config"]
     if not isinstance(config, dict):

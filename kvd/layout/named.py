@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from kvd.errors import InvalidArgument
 from kvd.layout.codec import codec as codec_named
-from kvd.layout.descriptor import Kind, Layout, Placement
+from kvd.layout.descriptor import MAX_ALIGNMENT, MAX_CHANNELS, MAX_RADIX, Kind, Layout, Placement
 from kvd.layout.notation import from_toml, layout
 
 TILE, FACE = 32, 16
@@ -49,9 +49,13 @@ def get(
         return from_toml(name)
     if name not in NAMED:
         raise InvalidArgument(f"there is no layout {name[:64]!r}; there are {', '.join(NAMED)}", layout=name[:64])
-    for what, value in (("block", block), ("channels", channels), ("alignment", alignment)):
-        if value < 1:
-            raise InvalidArgument(f"{what} of layout {name!r} is {value}; it must be 1 or more", field=what)
+    for what, value, most in (
+        ("block", block, MAX_RADIX),
+        ("channels", channels, MAX_CHANNELS),
+        ("alignment", alignment, MAX_ALIGNMENT),
+    ):
+        if not 1 <= value <= most:
+            raise InvalidArgument(f"{what} of layout {name!r} is {value}; it must be from 1 to {most}", field=what)
     return NAMED[name].build(name, Sizes(codec, block, channels, alignment, shard))
 
 

@@ -117,9 +117,12 @@ def from_toml(text: str) -> Layout:
     if len(text) > 16 * MAX_TEXT:
         raise InvalidArgument(f"a layout of {len(text)} characters is too long; {16 * MAX_TEXT} is the most")
     try:
-        return from_wire(tomllib.loads(text))
+        fields = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgument(f"the layout is not TOML: {error}", field="toml") from None
+    except RecursionError:
+        raise InvalidArgument("the layout is not TOML: its brackets are nested too deeply", field="toml") from None
+    return from_wire(fields)
 
 
 def to_wire(made: Layout) -> dict[str, Any]:

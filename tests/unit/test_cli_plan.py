@@ -155,3 +155,73 @@ class TestModels:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InvalidArgument, match=r"config\.json"):
             model(str(tmp_path))
+
+
+GOOD = """
+name = "mine"
+order = "l kv || B h T D | F G r c"
+codec = "bf16"
+padding = true
+table = "B"
+[axes]
+t = "B:* T:1 F:2 r:16"
+d = "D:* G:2 c:16"
+[placement]
+kind = "round-robin"
+channels = 8
+alignment = 64
+"""
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ("padding", "paddding", "a layout has no field 'paddding'; there are name, order"),
+        ('"l kv || B h T D | F G r c"', '""', "its axes have digit B once and its order not at all"),
+        ("G r c", "G r", "its axes have digit c once and its order not at all"),
+        ("G r c", "G r c c", "its axes have digit c once and its order twice"),
+        ("T D | F", "T | D | F", "one || and one |"),
+        ("D:* G:2", "D:* F:2", "its axes have digit F twice and its order once"),
+        ("G:2", "G:0", "a digit is a name, a colon and a size or *"),
+        ("round-robin", "roundrobin", "use flat, round-robin, sharded, digit"),
+        ("channels = 8", "channels = 0", "channels is 0; it must be between 1 and 256"),
+        ("channels = 8", "channels = 8.0", "channels of a placement can't be a float"),
+        ("bf16", "bf17", "known are bf16, f16"),
+        ('table = "B"', 'table = "r"', "which must be a digit before the page cut"),
+        ('"mine"', '"mine', "is not TOML: "),
+        ("codec", "x = " + "[" * 3000 + "]" * 3000 + "\ncodec", "is not TOML: its brackets are nested too deeply"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_the_file(tmp_path: Path, good: str, bad: str, words: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    shape = ("--model", "layers=2,kv_heads=2,head_dim=64", "--tokens", "50", "--from", "nhd", "--to", str(file))
+    assert run("show", *shape)[0] == 0
+    assert good in GOOD
+    file.write_text(GOOD.replace(good, bad))
+    code, out, err = run("show", *shape)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"kvd: {file}: ")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--to-block", str(1 << 40), "block of layout 'tenstorrent' is 1099511627776; it must be from 1 to 16777216"),
+        ("--channels", "300", "it must be from 1 to 256"),
+        ("--alignment", "0", "it must be from 1 to 2097152"),
+        ("--model", "layers=1,layers=2,kv_heads=1,head_dim=2", "the model has layers twice"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_named(option: str, value: str, words: str) -> None:
+    given = {"--model": "llama-3.1-8b", "--tokens": "100", "--from": "nhd", "--to": "tenstorrent", option: value}
+    code, _, err = run("show", *(word for pair in given.items() for word in pair))
+    assert code == 2
+    assert words in err
+
+
+def test_a_configuration_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidArgument, match="nested too deeply"):
+        model(str(tmp_path))

@@ -93,6 +93,8 @@ def test_what_is_no_size_or_rate_says_so() -> None:
 def test_what_is_no_toml_says_where() -> None:
     with pytest.raises(ConfigError, match=r"^CONFIG: a\.toml: not TOML: .*line 2"):
         parse("[peers]\nlisten = \n", name="a.toml")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        parse("a = " + "[" * 3000)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
