@@ -6,12 +6,10 @@ import os
 
 import pytest
 
+from kvd.fabric.conformance import FabricConformance
 from tests.verbs.devices import DEVICES, needs_devices
 
 pytestmark = needs_devices
-pytest.register_assert_rewrite("kvd.fabric.conformance")
-
-from kvd.fabric.conformance import FabricConformance  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,7 +41,7 @@ class TestVerbsOnUvloop(OverTwoDevices):
 
         return uvloop.new_event_loop()
 
-    # On 10,000 writes in test_verbs_faults.
+    # On 10,000 writes in test_verbs_volume.
     test_no_mask_before_its_data = None
     test_many_small_operations = None
 
