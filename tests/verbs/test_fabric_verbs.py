@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 
 import pytest
 
@@ -32,6 +31,7 @@ class OverTwoDevices(FabricConformance):
         return lambda: VerbsFabric(device=next(devices), rate=self.rate)
 
 
+@pytest.mark.race
 class TestVerbsOnUvloop(OverTwoDevices):
     """The daemon's loop: everything."""
 
@@ -65,21 +65,6 @@ only(
     "test_loss_fails_everything",
     "test_close_of_the_fabric",
     "test_several_connections",
-)
-
-
-@pytest.mark.race
-@pytest.mark.skipif(os.cpu_count() == 1, reason="for --smp 2")
-class TestVerbsOnTwoCpus(TestVerbsOnUvloop):
-    """What might race with the device's own thread, and with itself across both lanes."""
-
-
-only(
-    TestVerbsOnTwoCpus,
-    "test_write_and_read",
-    "test_revoke_on_the_way",
-    "test_cancel_on_the_way",
-    "test_loss_fails_everything",
 )
 
 
