@@ -7,8 +7,9 @@ whole package anew, which is a quarter of a daemon's start.
 
 import os
 
-from hypothesis import HealthCheck, settings
+if "KVD_VERBS_GUEST" not in os.environ:  # whose tests draw no examples, and where the import takes seconds
+    from hypothesis import HealthCheck, settings
 
-settings.register_profile("kvd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kvd")
+    settings.register_profile("kvd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("kvd")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -14,6 +14,8 @@ from tests.integration.fault_helpers import SEEN, table
 from tests.verbs.devices import DEVICES
 from tests.verbs.forked import ForkedDaemon
 
+pytest.register_assert_rewrite("kvd.fabric.conformance")
+
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
 
@@ -44,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daem
         for node, (name, device) in FABRICS.items()
     }
     try:
-        # The forks have it too. Each try to reach a peer over a link that is down may hold a loop for a second.
+        # The forks have it too. An emulated CPU may take long for what follows when a link is up again.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvd.fabric.verbs.recovery.PATIENCE_S", 40.0)
             for daemon in found.values():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,11 +34,14 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float = 60.0) -> int:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                select.select([pidfd], [], [], timeout)
+            finally:
+                os.close(pidfd)
+            if self.poll() is None:
                 raise subprocess.TimeoutExpired("kvd serve", timeout)
-            time.sleep(0.01)
         assert self.returncode is not None
         return self.returncode
 

@@ -81,6 +81,7 @@ def _write_control(control: Path, options: argparse.Namespace) -> None:
         "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
         "KVD_CWD": os.getcwd(),
         "KVD_VERBS_GUEST": "1",
+        "PYTEST_ADDOPTS": "-p no:anyio -p no:cacheprovider",  # seconds of imports, and files that nobody reads
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     environment.update(pair.split("=", 1) for pair in options.env)

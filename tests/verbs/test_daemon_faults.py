@@ -36,7 +36,7 @@ from tests.verbs.conftest import SMALL
 from tests.verbs.devices import DEVICES, link_down, needs_devices, packets_vanish
 from tests.verbs.forked import ForkedDaemon
 
-pytestmark = [needs_devices, pytest.mark.timeout(240)]
+pytestmark = [needs_devices, pytest.mark.two_cpus, pytest.mark.timeout(240)]
 
 TOKENS = 1024
 """6 MiB: a second and a half at :data:`RATE`."""
@@ -66,7 +66,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with destroyed(*made):
         start(*made)
         found = Pair(made[0], made[1])
-        one_transfer(found, "settle", TOKENS)
+        one_transfer(found, "settle")
         for daemon in found.both:
             eventually(f"{daemon.node} is idle", idle(daemon))
             found.descriptors[daemon.node] = daemon.resources()[0]

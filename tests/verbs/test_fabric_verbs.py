@@ -2,16 +2,13 @@
 
 import gc
 import itertools
-import os
 
 import pytest
 
+from kvd.fabric.conformance import FabricConformance
 from tests.verbs.devices import DEVICES, needs_devices
 
 pytestmark = needs_devices
-pytest.register_assert_rewrite("kvd.fabric.conformance")
-
-from kvd.fabric.conformance import FabricConformance  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,6 +31,7 @@ class OverTwoDevices(FabricConformance):
         return lambda: VerbsFabric(device=next(devices), rate=self.rate)
 
 
+@pytest.mark.race
 class TestVerbsOnUvloop(OverTwoDevices):
     """The daemon's loop: everything."""
 
@@ -43,7 +41,7 @@ class TestVerbsOnUvloop(OverTwoDevices):
 
         return uvloop.new_event_loop()
 
-    # On 10,000 writes in test_verbs_faults.
+    # On 10,000 writes in test_verbs_volume.
     test_no_mask_before_its_data = None
     test_many_small_operations = None
 
@@ -67,21 +65,6 @@ only(
     "test_loss_fails_everything",
     "test_close_of_the_fabric",
     "test_several_connections",
-)
-
-
-@pytest.mark.race
-@pytest.mark.skipif(os.cpu_count() == 1, reason="for --smp 2")
-class TestVerbsOnTwoCpus(TestVerbsOnUvloop):
-    """What might race with the device's own thread, and with itself across both lanes."""
-
-
-only(
-    TestVerbsOnTwoCpus,
-    "test_write_and_read",
-    "test_revoke_on_the_way",
-    "test_cancel_on_the_way",
-    "test_loss_fails_everything",
 )
 
 

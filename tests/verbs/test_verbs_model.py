@@ -192,6 +192,9 @@ class Device:
         assert not qp.receives
         qp.state = "reset"
 
+    def can_reach(self, peer: Any) -> bool:
+        return any(qp.peer is None for qp in self.context.pairs) or self.context.random.random() < 0.7
+
     def connect(self, qp: QueuePair, lane: int, mine: Any, peer: Any) -> None:
         assert qp.state == "init"
         if qp.peer is not None and self.context.random.random() < 0.3:

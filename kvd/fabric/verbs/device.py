@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from kvd.errors import FabricError, InvalidArgument
 from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs import neighbour
 from kvd.fabric.verbs.advice import by_distance, choose_gid, dmabuf_error, registration_error
 from kvd.fabric.verbs.wire import Hello
 
@@ -64,6 +66,7 @@ class Device:
             if entry.port_num == self.port
         ]
         self.gid_index, self.gid = choose_gid(table, gid_index, infiniband=self.infiniband, device=self.name)
+        self.interface = neighbour.interface_of(self.name, self.port, self.gid_index)
         self.domain = ib.PD(self.context)
 
     def register(self, address: int, nbytes: int, *, remote_write: bool = False, remote_read: bool = False) -> Any:
@@ -160,8 +163,28 @@ class Device:
         """From the error state to RESET; raises PyverbsError."""
         qp.modify(ib.QPAttr(qp_state=ib.QPS_RESET, port_num=self.port), ib.QP_STATE)
 
+    def can_reach(self, peer: Hello) -> bool:
+        """Whether :meth:`connect` would not have to wait for the peer's link address, which it does with the GIL held.
+        Where it would, the address is asked for now, and soon known or still not."""
+        if self._by_lid(peer) or not self.interface:
+            return True
+        return neighbour.known(self.interface, self.gid, peer.gid)
+
+    def unreachable(self, peer: Hello) -> FabricError:
+        """What to say of a peer that :meth:`can_reach` has denied for too long."""
+        return FabricError(
+            f"no queue pair from {self.gid} of {self.name!r} to {peer.gid}: nobody on {self.interface} answers for "
+            "that address; check that both are on one network, or choose another address with fabric.gid_index",
+            gid=self.gid,
+            peer_gid=peer.gid,
+            errno=errno.EHOSTUNREACH,
+        )
+
+    def _by_lid(self, peer: Hello) -> bool:
+        return self.infiniband and peer.infiniband
+
     def connect(self, qp: Any, lane: int, mine: Hello, peer: Hello) -> None:
-        """Bring a queue pair from INIT to RTS; raises :class:`FabricError`."""
+        """Bring a queue pair from INIT to RTS; raises :class:`FabricError`. See :meth:`can_reach`."""
         attributes = ib.QPAttr(port_num=self.port)
         attributes.path_mtu = min(mine.mtu, peer.mtu)
         attributes.dest_qp_num = peer.qpns[lane]
@@ -169,7 +192,7 @@ class Device:
         attributes.max_dest_rd_atomic = self.reads_in
         attributes.min_rnr_timer = 12
         try:
-            if self.infiniband and peer.infiniband:
+            if self._by_lid(peer):
                 attributes.ah_attr = ib.AHAttr(port_num=self.port, is_global=0, dlid=peer.lid, sl=0)
             else:
                 route = ib.GlobalRoute(dgid=ib.GID(peer.gid), sgid_index=self.gid_index, hop_limit=64)

@@ -48,6 +48,8 @@ MAX_MESSAGE = 64 << 10
 NOTE_BYTES = 4 << 20
 NOTE_S = 0.01
 """The peer learns of bytes placed in its memory after so many, or after so long."""
+RESOLVE_S = 2.0
+"""How long a new connection waits for ARP or neighbour discovery; the kernel asks once a second."""
 FAREWELL_S = 1.0
 """How long a closing endpoint tries to say so to its peer."""
 
@@ -118,6 +120,7 @@ class VerbsEndpoint(Endpoint):
         peer = unpack_hello(await bringup.exchange(mine.pack()))
         self._check_open()
         self._key = peer.key
+        await self._resolve(peer)
         for name, lane in self._lanes.items():
             device.connect(lane.qp, name, mine, peer)
             lane.connected(peer.slots, peer.slot_bytes)
@@ -140,6 +143,16 @@ class VerbsEndpoint(Endpoint):
         self._connected = True
         self._schedule()
         bringup.listen(self._told)
+
+    async def _resolve(self, peer: Hello) -> None:
+        """Wait until the way to the peer is known, so that connecting does not stop everybody else until it is; raises
+        :class:`FabricError`."""
+        end = self.loop.time() + RESOLVE_S
+        while not self.fabric.device.can_reach(peer):
+            if self.loop.time() > end:
+                raise self.fabric.device.unreachable(peer)
+            await asyncio.sleep(RESOLVE_S / 20)
+            self._check_open()
 
     def _post_probe(self, lane: Lane, item: ib.Item) -> None:
         """Before anything else, so that the sequence 0 is free for it."""

@@ -32,9 +32,8 @@ from kvd.wire.hello import MAX_REASON, printable
 PATIENCE_S = 5.0
 """How long a lane may fail without anything getting through before its connection is given up. The session's own
 heartbeat, over its control connection, may end it earlier."""
-AGAIN_S = 0.5
-"""After this long, a peer whose address the system could not resolve is tried again. Each try may hold the event loop
-for as long as the kernel waits for the answer, about a second."""
+AGAIN_S = 0.1
+"""After this long, a peer whose address the system could not resolve is tried again."""
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -172,6 +171,9 @@ class Recovery:
     def _build(self) -> None:
         theirs, lane = self._theirs, self._lane
         assert theirs is not None
+        if not self._device.can_reach(self._peer):
+            self._try_again()
+            return
         lane.restore(theirs.received)
         self._device.initialise(lane.qp)
         lane.post_receives()
@@ -183,12 +185,17 @@ class Recovery:
                 raise
             self._device.reset(lane.qp)
             lane.forget_receives()
-            self._again = self._loop.call_later(AGAIN_S, self._step)
+            self._try_again()
             return
         self.phase = Phase.READY
         self._tell(Rebuilt(int(lane.lane), self.epoch))
         if self._peer_ready:
             self._live()
+
+    def _try_again(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._again = self._loop.call_later(AGAIN_S, self._step)
 
     def _with(self, hello: Hello, psn: int) -> Hello:
         numbers = (psn, hello.psns[1]) if self._lane.lane is Lane.URGENT else (hello.psns[0], psn)
