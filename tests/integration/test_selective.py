@@ -130,7 +130,9 @@ def test_what_was_fetched_goes_again_with_its_token_or_not_at_all(
     total = sum(lengths) * SPEC.kv_heads * entry * SPEC.layers
     # Prefill is over before the two meet: layers 0 and 1 are pushed, and what is left waits for windows.
     prefill = source.prefill(by, SPEC, lengths, mask=by)
-    put_all(prefill, lengths)
+    for layer in range(SPEC.layers):
+        for row, length in enumerate(lengths):
+            prefill.put_layer(layer, entries=layer_of(layer, lengths)[row, :length], row=row)
     prefill.finish(wait=False)
     with sink.decode(by, SPEC, lengths, source="fast", mode="speculative", landing_entries=k, mask=by) as decode:
         wrong: list[int] = []

@@ -102,6 +102,9 @@ class FakeConnection:
     def ring(self, part: Part, kind: int, layer: int, row: int, start: int, stop: int) -> None:
         self.events.append((kind, layer))
 
+    def nudge(self) -> None:
+        pass
+
     def wait(self, ready: Callable[[], Any], deadline: float | None) -> Any:
         while True:
             self.locked = True
