@@ -305,6 +305,10 @@ class TokenFlags:
         part[:] = True
         return new
 
+    def mark(self, layer: int, row: int, start: int, stop: int) -> None:
+        """As :meth:`add`, for those who know the answer."""
+        self._of(layer)[row * self._capacity + start : row * self._capacity + stop] = True
+
     def gaps(self, layer: int, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """The parts of a range that are not in it."""
         part = self._of(layer)[row * self._capacity + start : row * self._capacity + stop]

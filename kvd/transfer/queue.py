@@ -170,6 +170,8 @@ class SendQueue:
         self._out = TokenFlags(layout.rows, layout.capacity) if drops else None
         """What has been handed out or dropped. Dropped tokens may lie in pieces that are still queued, restored ones in
         two: what is here by then is left out of a piece when its turn comes."""
+        self._dropped: set[int] = set()
+        """Layers of which anything was."""
 
     def add(self, ready: list[tuple[int, TokenRange]]) -> None:
         """Tokens have become ready; each at most once."""
@@ -221,6 +223,7 @@ class SendQueue:
                 outside = (rows != row) | (tokens < start) | (tokens >= stop)
                 found, rows, tokens = found[outside], rows[outside], tokens[outside]
         self._out.add_places(layer, found)
+        self._dropped.add(layer)
         self.pending_tokens -= len(found)
         return found
 
@@ -321,7 +324,7 @@ class SendQueue:
         count = ranges = 0
         while work and count < room and ranges < MAX_RANGES:
             rank, layer, (row, start, stop) = work.pop()
-            if self._out is not None:
+            if self._out is not None and layer in self._dropped:
                 left = self._out.gaps(layer, row, start, stop)
                 if left != [(start, stop)]:
                     for low, high in left:
@@ -342,13 +345,21 @@ class SendQueue:
             else:
                 pieces.append(TokenRange(row, start, end))
                 ranges += 1
-            if self._out is not None:
-                self._out.add(layer, row, start, end)
+            if layer in self._dropped:
+                self._mark(layer, [TokenRange(row, start, end)])
             count += end - start
+        for layer, pieces in taken.items():
+            self._mark(layer, pieces)
         self.pending_tokens -= count
         if path is Path.SPECULATIVE and not self.policy.adaptive:
             self._quota -= count
         return [(layer, tuple(pieces)) for layer, pieces in taken.items()]
+
+    def _mark(self, layer: int, pieces: list[TokenRange]) -> None:
+        """Note them as handed out, where tokens may be dropped."""
+        if self._out is not None:
+            for piece in pieces:
+                self._out.mark(layer, piece.row, piece.start, piece.stop)
 
     def _enqueue(self, layer: int, row: int, start: int, stop: int) -> None:
         policy, length = self.policy, self.lengths[row]

@@ -103,7 +103,7 @@ def test_what_is_dropped_is_not_handed_out_and_what_is_restored_is() -> None:
     assert queue.pending_tokens == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_token_goes_once_whatever_is_dropped_restored_and_ranked(data: st.DataObject) -> None:
     queue = queue_of(data.draw(st.sampled_from(["full", "parallel", "speculative"])))
