@@ -400,6 +400,7 @@ class Daemon:
                     bytes_done=part.bytes_done,
                     age_s=now - part.opened,
                     mode=part.mode,
+                    mask=part.layout.mask_by,
                     paths={name: count for name, count in part.paths.items() if count},
                     budget_bytes=part.paths["budget_tokens"] * part.layout.token_bytes,
                 )

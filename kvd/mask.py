@@ -19,6 +19,9 @@ from kvd_client.spec import MASK_LOCAL, MASK_PADDING, MASK_REMOTE, PartLayout, T
 
 Mask: TypeAlias = npt.NDArray[np.int8]
 
+Places: TypeAlias = npt.NDArray[np.int64]
+"""Shape (n,): tokens of one layer, each as row * capacity + token."""
+
 
 def mask_view(memory: memoryview, layout: PartLayout, layer: int) -> Mask:
     """Layer ``layer``'s mask as a view of a lease's memory, shape (rows, capacity).
@@ -274,6 +277,76 @@ class TokenSet:
     def covers(self, lengths: Sequence[int]) -> bool:
         """Whether every token of every row is in it."""
         return all(tokens.contains(0, length) for tokens, length in zip(self.rows, lengths, strict=True))
+
+
+class TokenFlags:
+    """Tokens of all layers and rows, a byte each, where they come singly and by the thousand: what intervals would take
+    a microsecond each for is one operation on an array here. Layers cost memory from their first use on.
+
+    Ranges must have passed :func:`check_ranges`.
+    """
+
+    __slots__ = ("_capacity", "_layers", "_rows")
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self._rows, self._capacity = rows, capacity
+        self._layers: dict[int, npt.NDArray[np.bool_]] = {}
+
+    def _of(self, layer: int) -> npt.NDArray[np.bool_]:
+        flags = self._layers.get(layer)
+        if flags is None:
+            flags = self._layers[layer] = np.zeros(self._rows * self._capacity, np.bool_)
+        return flags
+
+    def add(self, layer: int, row: int, start: int, stop: int) -> int:
+        """Put a range in; how many of its tokens were not in it before."""
+        part = self._of(layer)[row * self._capacity + start : row * self._capacity + stop]
+        new = part.size - int(np.count_nonzero(part))
+        part[:] = True
+        return new
+
+    def mark(self, layer: int, row: int, start: int, stop: int) -> None:
+        """As :meth:`add`, for those who know the answer."""
+        self._of(layer)[row * self._capacity + start : row * self._capacity + stop] = True
+
+    def gaps(self, layer: int, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of a range that are not in it."""
+        part = self._of(layer)[row * self._capacity + start : row * self._capacity + stop]
+        if not part.any():
+            return [(start, stop)] if start < stop else []
+        return [(start + low, start + high) for low, high in _runs(np.flatnonzero(~part))]
+
+    def absent(self, layer: int, places: Places) -> npt.NDArray[np.bool_]:
+        """Which of ``places`` are not in it."""
+        found: npt.NDArray[np.bool_] = ~self._of(layer)[places]
+        return found
+
+    def add_places(self, layer: int, places: Places) -> None:
+        self._of(layer)[places] = True
+
+    def subtract_places(self, layer: int, places: Places) -> None:
+        self._of(layer)[places] = False
+
+    def ranges(self, places: Places) -> list[tuple[int, int, int]]:
+        """Ascending places as row, start and stop of runs of tokens."""
+        found = []
+        for low, high in _runs(places):
+            while low < high:
+                row, start = divmod(low, self._capacity)
+                stop = min(start + high - low, self._capacity)
+                found.append((row, start, stop))
+                low += stop - start
+        return found
+
+
+def _runs(numbers: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs of neighbours: start (included), stop (excluded)."""
+    if not numbers.size:
+        return []
+    breaks = np.flatnonzero(np.diff(numbers) != 1)
+    starts = numbers[np.concatenate(([0], breaks + 1))]
+    stops = numbers[np.concatenate((breaks, [numbers.size - 1]))] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _length(intervals: Iterable[tuple[int, int]]) -> int:

@@ -18,13 +18,14 @@ from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
 from kvd.transfer.engine import Engine
 from kvd.transfer.handle import parse_handle
+from kvd.transfer.matching import check_held
 from kvd.transfer.part import SourcePart
 from kvd.transfer.parties import Session
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire.messages import RejectHandle
 from kvd_client import protocol as api
 from kvd_client import ring
-from kvd_client.spec import PartLayout, part_layout
+from kvd_client.spec import PartLayout, TokenRange, part_layout
 
 log = structlog.get_logger("kvd.service")
 
@@ -45,6 +46,11 @@ class _Opened:
     request: api.OpenSource | api.OpenSink | None = None
     layout: PartLayout | None = None
     wants_windows: bool = False
+
+
+def rows_of(layout: PartLayout, sequence: int) -> range:
+    """The rows of a sequence, as processes count them."""
+    return range(sequence * layout.sequence_rows, (sequence + 1) * layout.sequence_rows)
 
 
 class Service:
@@ -126,8 +132,10 @@ class Service:
         if not self._mine(client, transfer):
             return
         if kind == ring.EVENT_LAYER_READY:
-            rows = None if row == ring.ALL_ROWS else row
-            self._engine.submit(ev.LayerReady(transfer, layer, rows, start, stop))
+            layout = self._opened[transfer].layout
+            rows = [None] if row == ring.ALL_ROWS or layout is None else rows_of(layout, row)
+            for each in rows:
+                self._engine.submit(ev.LayerReady(transfer, layer, each, start, stop))
         elif kind == ring.EVENT_IDLE:
             self._engine.submit(ev.IdleWindow(transfer, layer))
         elif kind == ring.EVENT_METADATA_READY:
@@ -199,11 +207,15 @@ class Service:
             landing_entries=0 if isinstance(request, api.OpenSource) else request.landing_entries,
             landing_slots=0 if isinstance(request, api.OpenSource) else request.landing_slots,
             placed=request.placement is not None or request.cache != 0,
+            mask=request.mask,
         )
+        held: list[TokenRange] = []
         if isinstance(request, api.OpenSource):
-            role, peer, handle, held = Role.SOURCE, request.sink, "", []
+            role, peer, handle = Role.SOURCE, request.sink, ""
         else:
-            role, peer, handle, held = Role.SINK, source_node(request), request.handle, request.held
+            role, peer, handle = Role.SINK, source_node(request), request.handle
+            check_held(tuple(request.held), tuple(request.lengths))
+            held = [TokenRange(row, r.start, r.stop) for r in request.held for row in rows_of(layout, r.row)]
         tensors, target = await self._placing.open(client.id, request, layout)
         try:
             transfer, handle, lease = await self._engine.open(
@@ -216,7 +228,7 @@ class Service:
                 head_start=request.head_start,
                 spec=request.spec,
                 layout=layout,
-                lengths=request.lengths,
+                lengths=[length for length in request.lengths for _ in range(layout.sequence_rows)],
                 peer=peer,
                 handle=handle,
                 held=held,
@@ -334,7 +346,7 @@ class Service:
             opening.spec,
             opening.selector,
             tuple(opening.lengths),
-            heads=opened.layout.heads,
+            heads=opened.layout.kv_heads,
             steps=request.steps,
             counts=request.counts,
             blocks=request.blocks,

@@ -133,6 +133,7 @@ class Client:
         cache: Cache | None = None,
         blocks: Sequence[Sequence[int]] = (),
         cache_head: int | None = None,
+        mask: str = "token",
     ) -> PrefillTransfer:
         """Open one rank of a transfer as its source.
 
@@ -150,13 +151,17 @@ class Client:
         engine's cache already (:meth:`open_cache`), row ``r`` in its ``blocks[r]``. A transfer that has only some of
         the cache's heads says in ``cache_head`` which of them is its first; :mod:`kvd_client.parallel` does so.
 
+        ``mask`` (one of :data:`kvd_client.spec.MASKS`, the same on both sides) says what is sent, ordered and marked by
+        itself: a token of a layer with all its KV heads, or with ``head`` each head's entry of it. By head less is sent
+        before the entries that attention wants, and what was fetched is not sent again; there are as many more pieces.
+
         Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
         :class:`PeerUnknown`, :class:`ShuttingDown`.
         """
         from kvd_client.prefill import PrefillTransfer  # here, since NumPy costs more than all the rest
 
         layout, start = self._layout(
-            spec, lengths, capacity, heads, metadata, placed=placement is not None or cache is not None
+            spec, lengths, capacity, heads, metadata, placed=placement is not None or cache is not None, mask=mask
         )
         message = OpenSource(
             request=request,
@@ -166,7 +171,7 @@ class Client:
             rank=rank,
             ranks=ranks,
             head_start=start,
-            head_count=layout.heads,
+            head_count=layout.kv_heads,
             metadata=layout.metadata,
             mode=_mode(mode),
             selector=selector,
@@ -177,6 +182,7 @@ class Client:
             cache=cache.id if cache is not None else 0,
             table=_table(blocks),
             cache_head=-1 if cache_head is None else cache_head,
+            mask=mask,
         )
         connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
         transfer = PrefillTransfer(connection, part, layout, lengths)
@@ -208,6 +214,7 @@ class Client:
         cache_head: int | None = None,
         unit: str = "",
         pull: bool = False,
+        mask: str = "token",
     ) -> DecodeTransfer:
         """Open one rank of a transfer as its sink; arguments as in :meth:`prefill`.
 
@@ -226,7 +233,7 @@ class Client:
 
         slots = landing_slots if landing_entries else 0
         placed = placement is not None or cache is not None
-        layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed)
+        layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed, mask)
         ranges = [TokenRange(*r) if isinstance(r, tuple) else r for r in held]
         message = OpenSink(
             request=request,
@@ -236,7 +243,7 @@ class Client:
             rank=rank,
             ranks=ranks,
             head_start=start,
-            head_count=layout.heads,
+            head_count=layout.kv_heads,
             metadata=layout.metadata,
             mode=_mode(mode),
             selector=selector,
@@ -252,6 +259,7 @@ class Client:
             cache_head=-1 if cache_head is None else cache_head,
             unit=unit,
             pull=pull,
+            mask=mask,
         )
         connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
         transfer = DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
@@ -284,6 +292,7 @@ class Client:
         landing_entries: int = 0,
         landing_slots: int = 0,
         placed: bool = False,
+        mask: str = "token",
     ) -> tuple[PartLayout, int]:
         spec.check()
         longest = max(lengths, default=0)
@@ -309,6 +318,7 @@ class Client:
             landing_entries=landing_entries,
             landing_slots=landing_slots,
             placed=placed,
+            mask=mask,
         )
         return layout, start
 

@@ -50,9 +50,11 @@ class DecodeTransfer(Transfer):
         """The daemon wants to know what is selected, in so many blocks."""
 
     def mask(self, layer: int) -> Mask:
-        """The layer's mask: int8 (rows, capacity), 0 padding, 1 local, 2 remote; a view that changes as data comes."""
+        """The layer's mask: int8 (rows, capacity), 0 padding, 1 local, 2 remote; a view that changes as data comes. By
+        head, where the transfer was opened so: (rows, heads, capacity)."""
         self._check(layer)
-        return self._mask(layer)
+        mask = self._mask(layer)
+        return mask.reshape(self.layout.sequences, -1, self.layout.capacity) if self.by_head else mask
 
     def _mask(self, layer: int) -> Mask:
         p = self.layout
@@ -155,7 +157,7 @@ class DecodeTransfer(Transfer):
         if self._equal:
             remote = bool((mask[:, : self._longest] == MASK_REMOTE).any())
         else:
-            remote = any((mask[row, :n] == MASK_REMOTE).any() for row, n in enumerate(self.lengths))
+            remote = any((mask[row, :n] == MASK_REMOTE).any() for row, n in enumerate(self.row_lengths))
         # Tokens never become remote again, but zero pages of a lease that has ended would look complete, too.
         if remote or self._part.mapping.retired or self._connection.doorbell.closed:
             return False
@@ -172,9 +174,9 @@ class DecodeTransfer(Transfer):
         self._check(layer)
         self._check_row(row)
         items = items_of(entries, "entries", row, self.layout.entry_bytes)
-        if items.shape != (1, items.shape[1], self.layout.heads):
+        if items.shape != (1, items.shape[1], self.layout.kv_heads):
             raise InvalidArgument(
-                f"put_held got (tokens, heads) = {items.shape[1:]} where {self.layout.heads} heads are needed",
+                f"put_held got (tokens, heads) = {items.shape[1:]} where {self.layout.kv_heads} heads are needed",
                 layer=layer,
                 row=row,
             )
@@ -196,8 +198,9 @@ class DecodeTransfer(Transfer):
         self._mark(range(self.layout.layers), row, start, stop)
 
     def _mark(self, layers: Sequence[int], row: int, start: int, stop: int) -> None:
+        first = row * self.layout.sequence_rows
         for layer in layers:
-            self._mask(layer)[row, start:stop] = MASK_LOCAL
+            self._mask(layer)[first : first + self.layout.sequence_rows, start:stop] = MASK_LOCAL
         with self._lock:
             self._puts += 1
         self._connection.nudge()  # a thread may be waiting for these very tokens

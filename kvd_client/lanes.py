@@ -5,8 +5,10 @@ entries first in each row. The source is asked for the remote lane, which lands 
 slot; the local lane is gathered from the lease into the rest of each row meanwhile. Fetched entries are then copied to
 their place in the lease, and are local from there on.
 
-The mask is one for all heads of a token, but a fetch brings single heads. So what was fetched is remembered here, by
-layer, row, head and token; the daemon goes on with the mask, and may send the token's block later: the same bytes.
+A mask that is one for all heads of a token can't say what a fetch brings, which is single heads. So that is put in
+place and remembered here, by layer, row, head and token; the daemon goes on with the mask, and may send the token's
+block later: the same bytes. Where a row has one head, the daemon has put fetched entries in place and into the mask
+before it answers, and the source does not send them again.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Lanes:
     two slots."""
 
     def __init__(self, transfer: DecodeTransfer, count_blocks: int = 0) -> None:
-        self.layout, self.lengths = transfer.layout, transfer.lengths
+        self.layout, self.lengths = transfer.layout, transfer.row_lengths
         self._transfer = transfer
         self._lock = threading.Lock()
         self._known: dict[int, npt.NDArray[np.int8]] = {}
@@ -168,8 +170,11 @@ class Lanes:
         places: npt.NDArray[np.int64],
         which: npt.NDArray[np.bool_],
     ) -> None:
-        """Copy fetched entries to their place in the lease, or in the device's tensors, and remember them."""
+        """Copy fetched entries to their place in the lease, or in the device's tensors, and remember them; unless the
+        daemon has done so."""
         p = self.layout
+        if p.keeps_fetched:
+            return
         if p.placed:
             values = self.landing(slot).reshape(-1, p.entry_bytes)[places[which]]
             self._transfer.tensors.scatter(layer, entries[which], values)

@@ -44,27 +44,24 @@ class PrefillTransfer(Transfer):
         p = self.layout
         if row is not None:
             self._check_row(row)
-        rows = p.rows if row is None else 1
+        rows, heads = p.sequences if row is None else 1, p.kv_heads
         if start < 0:
             raise InvalidArgument(f"start is {start}; it must not be negative", start=start)
         # Opaque items of half an entry, or a whole one, copy faster than bytes do, and need no common dtype.
         if entries is not None and k is None and v is None:
             sources = [items_of(entries, "entries", row, p.entry_bytes)]
-            expected = (rows, -1, p.heads)
         elif entries is None and k is not None and v is not None:
             if p.entry_bytes % 2:
                 raise InvalidArgument(f"entries of {p.entry_bytes} bytes have no K and V of equal size; give entries")
             half = p.entry_bytes // 2
             sources = [items_of(x, name, row, half).transpose(0, 2, 1) for name, x in (("k", k), ("v", v))]
-            expected = (rows, -1, p.heads)
         else:
             raise InvalidArgument("put_layer needs either entries, or both k and v")
         tokens = sources[0].shape[1]
         for source in sources:
-            if source.shape != (rows, tokens, p.heads):
+            if source.shape != (rows, tokens, heads):
                 raise InvalidArgument(
-                    f"put_layer got (rows, tokens, heads) = {source.shape} where "
-                    f"({expected[0]}, {tokens}, {p.heads}) is needed",
+                    f"put_layer got (rows, tokens, heads) = {source.shape} where ({rows}, {tokens}, {heads}) is needed",
                     layer=layer,
                     got=list(source.shape),
                 )
@@ -92,7 +89,7 @@ class PrefillTransfer(Transfer):
             if stop > start:
                 target[:, start:stop] = source[:, : stop - start]
             return
-        for i, r in enumerate(range(self.layout.rows) if row is None else (row,)):
+        for i, r in enumerate(range(self.layout.sequences) if row is None else (row,)):
             stop = min(start + tokens, self.lengths[r])
             if stop > start:
                 target[r, start:stop] = source[i, : stop - start]
@@ -130,7 +127,7 @@ class PrefillTransfer(Transfer):
         ``shares``: (rows, blocks), for any number of blocks of equal size (relative positions, as profiles have them)
         the share of what could have been selected there, 0 to 1. ``weight`` is what that counts against the profile.
         Changes the order only; the profile's holds until then. False where the transfer's mode has no order to change,
-        so that further rankings are of no use.
+        so that further rankings are of no use. With a mask by head it is (rows * heads, blocks), each head's own share.
 
         Raises :class:`InvalidArgument` for a layer or numbers that make no sense.
         """

@@ -95,6 +95,8 @@ class OpenSource(Message, tag="open_source"):
     """int32: the cache's block of each (row, logical block), row after row."""
     cache_head: int = -1
     """The part has only some of the cache's heads: which of them is its first. -1: it has all of them."""
+    mask: str = "token"
+    """One of :data:`kvd_client.spec.MASKS`, the same on both sides."""
 
 
 class OpenSink(Message, tag="open_sink"):
@@ -130,6 +132,7 @@ class OpenSink(Message, tag="open_sink"):
     """One of :data:`kvd_client.layouts.UNITS`; empty: ``layer`` in mode ``full``, else ``chunk``."""
     pull: bool = False
     """Read from the source's staging memory instead of having it write."""
+    mask: str = "token"
 
 
 class OpenCache(Message, tag="open_cache"):
@@ -191,7 +194,8 @@ class RankBlocks(Message, tag="rank_blocks"):
     layer: int
     blocks: int
     shares: bytes
-    """float32, rows * blocks: 0 to 1, the share of what could have been selected in the block."""
+    """float32, rows * blocks: 0 to 1, the share of what could have been selected in the block. With a mask by head each
+    (row, head) is a row."""
     weight: float
     """0 to 1, against the profile."""
 

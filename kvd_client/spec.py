@@ -11,6 +11,9 @@ heads, ``rows`` sequences with room for ``capacity`` tokens each. Its memory is 
     | landing slot 0: [rows * heads, landing_entries, entry_bytes] | landing slot 1 ...
 
 Token-major keeps a KV block (a token range, all heads) contiguous: one descriptor a row, however many heads.
+With a *mask by head* each KV head of a sequence is a row of its own, with one head: then ``rows`` is sequences times KV
+heads, ``heads`` is 1, and everything that goes by row (masks, ranges, order of importance) goes by head. Fetches, whose
+rows are (row, head) in either case, look the same.
 Metadata (what a KV selection algorithm needs of the keys before it can choose) and landing slots (where fetched
 entries arrive, at the head of each row of the cache that attention will see) are there for those who ask for them.
 Where the layers lie in a device's memory (:mod:`kvd_client.layouts`), the lease begins with the masks.
@@ -32,6 +35,9 @@ MASK_PADDING, MASK_LOCAL, MASK_REMOTE = 0, 1, 2
 
 MAX_METADATA, MAX_METADATA_BYTES, MAX_LANDING_SLOTS = 16, 1 << 32, 64
 MAX_LAYERS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, MAX_ENTRY_BYTES = 1024, 1024, 4096, 1 << 24, 1 << 20
+
+MASKS = ("token", "head")
+"""What a mask byte stands for, and so what is sent by itself: a token of a layer with all KV heads, or one of them."""
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +108,8 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Sink: fetches that can be under way at a time."""
     placed: bool = False
     """The layers lie elsewhere, as a :class:`~kvd_client.layouts.Placement` says: the lease has only what follows."""
+    sequence_rows: int = 1
+    """Rows of each sequence: 1, or with a mask by head one for each KV head, in their order."""
 
     def check(self) -> PartLayout:
         """Return ``self``, or raise :class:`InvalidArgument` naming the first field that makes no sense."""
@@ -109,6 +117,14 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _in_range("heads", self.heads, 1, MAX_HEADS)
         _in_range("entry_bytes", self.entry_bytes, 1, MAX_ENTRY_BYTES)
         _in_range("rows", self.rows, 1, MAX_ROWS)
+        _in_range("sequence_rows", self.sequence_rows, 1, MAX_HEADS)
+        if self.rows % self.sequence_rows or (self.sequence_rows > 1 and (self.heads > 1 or self.placed)):
+            raise InvalidArgument(
+                f"{self.rows} rows of {self.heads} heads can't be sequences of {self.sequence_rows} rows: with a mask "
+                "by head each row has one head, in memory of the transfer's own",
+                rows=self.rows,
+                sequence_rows=self.sequence_rows,
+            )
         _in_range("capacity", self.capacity, 1, MAX_TOKENS)
         _in_range("landing_entries", self.landing_entries, 0, self.capacity)
         _in_range("landing_slots", self.landing_slots, 0, MAX_LANDING_SLOTS)
@@ -118,6 +134,26 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if len({array.name for array in self.metadata}) != len(self.metadata):
             raise InvalidArgument("two metadata arrays have the same name; give each its own")
         return self
+
+    @property
+    def sequences(self) -> int:
+        return self.rows // self.sequence_rows
+
+    @property
+    def kv_heads(self) -> int:
+        """Of each sequence, in one row or in several."""
+        return self.heads * self.sequence_rows
+
+    @property
+    def keeps_fetched(self) -> bool:
+        """Whether what is fetched is put in place and marked by the sink's daemon: a mask byte then stands for one
+        entry."""
+        return self.heads == 1 and not self.placed
+
+    @property
+    def mask_by(self) -> str:
+        """One of :data:`MASKS`."""
+        return "head" if self.sequence_rows > 1 else "token"
 
     @property
     def token_bytes(self) -> int:
@@ -216,18 +252,34 @@ def part_layout(
     landing_entries: int = 0,
     landing_slots: int = 0,
     placed: bool = False,
+    mask: str = "token",
 ) -> PartLayout:
-    """The layout of a part of ``spec`` that has ``heads`` KV heads; raises :class:`InvalidArgument`."""
+    """The layout of a part of ``spec`` that has ``heads`` KV heads of ``rows`` sequences; raises
+    :class:`InvalidArgument`."""
+    if mask not in MASKS:
+        raise InvalidArgument(f"there is no mask by {mask!r}; choose one of {', '.join(MASKS)}", mask=mask[:100])
+    by_head = mask == "head"
+    if by_head and placed:
+        raise InvalidArgument("tensors in a device's layout have a mask by token; leave mask or the placement out")
+    if by_head and not 1 <= rows * heads <= MAX_ROWS:
+        raise InvalidArgument(
+            f"{rows} sequences of {heads} KV heads have {rows * heads} masks by head, and a transfer has at most "
+            f"{MAX_ROWS}; open several transfers, or leave mask out",
+            rows=rows,
+            heads=heads,
+            limit=MAX_ROWS,
+        )
     return PartLayout(
         layers=spec.layers,
-        heads=heads,
+        heads=1 if by_head else heads,
         entry_bytes=spec.entry_bytes,
-        rows=rows,
+        rows=rows * heads if by_head else rows,
         capacity=capacity,
         metadata=metadata,
         landing_entries=landing_entries,
         landing_slots=landing_slots,
         placed=placed,
+        sequence_rows=heads if by_head else 1,
     ).check()
 
 

@@ -22,6 +22,8 @@ class TransferStatus(msgspec.Struct, kw_only=True):
     paths: dict[str, int] = {}
     """Bytes by path, fetches, windows, and the budget in tokens, as far as they are not 0. ``filled``: bytes of
     fetches that the sink's own memory served, because everything had arrived meanwhile."""
+    mask: str = "token"
+    """What a mask byte stands for: one of :data:`kvd_client.spec.MASKS`."""
     budget_bytes: int = 0
     """Source: the KV blocks within the budget K_r; 0 where no such number decides."""
 

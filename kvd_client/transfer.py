@@ -45,6 +45,8 @@ class Transfer:
         self._connection, self._part = connection, part
         self.layout = layout
         self.lengths = tuple(lengths)
+        self.row_lengths = tuple(length for length in lengths for _ in range(layout.sequence_rows))
+        """Of the layout's rows: those of the sequences, or with a mask by head each as often as it has KV heads."""
         self.handle = part.handle
         """Names the transfer across nodes; give it to the other side where the request ids differ."""
         self._memory: Bytes = np.asarray(part.mapping)
@@ -58,6 +60,11 @@ class Transfer:
     def id(self) -> int:
         """The daemon's number of this part, as ``kvd status`` shows it."""
         return self._part.transfer
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each KV head has a mask of its own; with a single head there is no difference."""
+        return self.layout.sequence_rows > 1
 
     @property
     def tensors(self) -> DeviceTensors:
@@ -81,7 +88,8 @@ class Transfer:
 
     def layer(self, layer: int) -> Bytes:
         """Layer ``layer`` of the lease: uint8 (rows, capacity, heads, entry_bytes), writable, not a copy. Of tensors on
-        a device it is a copy, in the same form."""
+        a device it is a copy, in the same form. With a mask by head the memory is (rows, heads, capacity, entry_bytes),
+        and this a transposed view of it."""
         self._check(layer)
         return self._layer(layer)
 
@@ -91,6 +99,8 @@ class Transfer:
             return self.tensors.read(layer)
         start = p.layer_offset(layer)
         flat = self._memory[start : start + p.layer_bytes]
+        if self.by_head:
+            return flat.reshape(p.sequences, p.kv_heads, p.capacity, p.entry_bytes).transpose(0, 2, 1, 3)
         return flat.reshape(p.rows, p.capacity, p.heads, p.entry_bytes)
 
     def metadata(self, layer: int, name: str) -> Bytes:
@@ -146,8 +156,8 @@ class Transfer:
             raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.layout.rows:
-            raise InvalidArgument(f"row {row} of {self.layout.rows} does not exist", row=row)
+        if not 0 <= row < self.layout.sequences:
+            raise InvalidArgument(f"row {row} of {self.layout.sequences} does not exist", row=row)
 
 
 def released_error(part: Part) -> LeaseExpired:

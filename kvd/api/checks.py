@@ -12,7 +12,7 @@ from kvd.importance.prompt import check_shares
 from kvd.transfer.handle import parse_handle
 from kvd.types import NodeId
 from kvd_client import protocol as api
-from kvd_client.spec import MAX_HEADS, MAX_ROWS, MAX_TOKENS, PartLayout
+from kvd_client.spec import MASKS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, PartLayout
 
 MAX_REQUEST_ID = 256
 
@@ -44,6 +44,10 @@ def check_open(request: api.OpenSource | api.OpenSink) -> int:
                 row=row,
                 length=length,
             )
+    if request.mask not in MASKS:
+        raise InvalidArgument(
+            f"there is no mask by {request.mask[:100]!r}; choose one of {', '.join(MASKS)}", mask=request.mask[:100]
+        )
     if request.mode and request.mode not in api.MODES:
         raise InvalidArgument(
             f"there is no mode {request.mode!r}; choose one of {', '.join(api.MODES)}", mode=request.mode[:100]

@@ -169,6 +169,15 @@ def demo(
             help="Speculative policy, adaptive or windows; several with commas. [default: adaptive]",
         ),
     ] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            "--mask",
+            metavar="M",
+            help="What is sent and marked by itself: a token, or each head's entry of it; several with commas. "
+            "[default: token]",
+        ),
+    ] = None,
     repeat: Annotated[
         int | None,
         typer.Option(
@@ -202,7 +211,7 @@ def demo(
     selective = compare or mode is not None
     given = {
         "--select": select, "--selector": selector, "--prefix": prefix, "--prefix-share": prefix_share,
-        "--budget": budget, "--speculative": speculative, "--repeat": repeat, "--plot": plot,
+        "--budget": budget, "--speculative": speculative, "--mask": mask, "--repeat": repeat, "--plot": plot,
     }  # fmt: skip
     extra = [name for name, value in given.items() if value is not None]
     if not selective and (extra or link == AUTO):
@@ -226,6 +235,7 @@ def demo(
             from kvd.demo import compare as comparing
             from kvd_client import selectors
             from kvd_client.protocol import MODES
+            from kvd_client.spec import MASKS
 
             algorithm = selector or "quest"
             if not selectors.parse(algorithm).deployable:
@@ -236,6 +246,7 @@ def demo(
                     modes=_names("--mode", mode, MODES) if mode is not None else MODES,
                     budgets=_names("--budget", budget or (",".join(_BUDGETS) if compare else "deadline"), _BUDGETS),
                     speculative=_names("--speculative", speculative or "adaptive", _SPECULATIVE),
+                    masks=_names("--mask", mask or "token", MASKS),
                     shares=_shares(select or "0.1"),
                     selector=algorithm,
                     prefix_share=held,

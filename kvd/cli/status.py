@@ -193,7 +193,8 @@ def _selective(part: TransferStatus, width: int) -> Iterator[str]:
             items.append(f"{count} {unit}{('es' if name == 'fetches' else 's') * (count != 1)}")
     if count := part.paths.get("ranked", 0):
         items.append(f"{count} ranking{'s' * (count != 1)} by the prompt")
-    return filled([f"{part.mode}: {items[0]}", *items[1:]] if items else [part.mode], width)
+    how = part.mode if part.mask == "token" else f"{part.mode} by {part.mask}"
+    return filled([f"{how}: {items[0]}", *items[1:]] if items else [how], width)
 
 
 def _by_path(counts: Mapping[str, int], prefix: str) -> list[str]:

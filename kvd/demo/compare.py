@@ -40,6 +40,8 @@ class Options:
     modes: tuple[str, ...] = MODES
     budgets: tuple[str, ...] = ("fixed", "deadline")
     speculative: tuple[str, ...] = ("adaptive",)
+    masks: tuple[str, ...] = ("token",)
+    """Of modes other than ``full``."""
     shares: tuple[float, ...] = (0.1,)
     """Of entries selected; each is a series of runs of its own."""
     selector: str = "quest"
@@ -60,13 +62,19 @@ class Options:
 
     def settings(self) -> list[Setting]:
         """Runs, those that daemons of one configuration can serve next to each other."""
-        plain = [Setting(mode=mode) for mode in self.modes if mode in ("full", "partial")]
+        plain = [
+            Setting(mode=mode, mask=mask)
+            for mode in self.modes
+            if mode in ("full", "partial")
+            for mask in (self.masks if mode == "partial" else ("token",))
+        ]
         found = [
-            Setting(mode=mode, budget=budget, speculative=how)
+            Setting(mode=mode, budget=budget, speculative=how, mask=mask)
             for budget in self.budgets
             for mode in self.modes
             if mode not in ("full", "partial")
             for how in (self.speculative if mode == "speculative" else ("",))
+            for mask in self.masks
         ]
         return plain + found
 
@@ -209,10 +217,12 @@ class _Compare(Stage[Comparison]):
             request=request,
             tokens=comparison.prompt_tokens,
             mode=setting.mode,
+            mask=setting.mask,
             share=selection.share,
             new_tokens=new_tokens or self._options.new_tokens,
         )
-        self._ask("request", socket=str(self.socket("prefill")), request=request, prefill_s=comparison.prefill_s)
+        self._ask("request", socket=str(self.socket("prefill")), request=request, prefill_s=comparison.prefill_s,
+                  mask=setting.mask)  # fmt: skip
         first = decoded = delivered = None
         while decoded is None:
             _, event = await children.next()

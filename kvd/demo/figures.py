@@ -26,10 +26,13 @@ class Setting:
     """Of modes that have one: ``fixed`` or ``deadline``."""
     speculative: str = ""
     """Of mode ``speculative``: ``windows`` or ``adaptive``."""
+    mask: str = "token"
+    """What is sent and marked by itself: one of :data:`kvd_client.spec.MASKS`."""
 
     @property
     def name(self) -> str:
-        return " ".join(filter(None, (self.mode, self.budget, self.speculative)))
+        by_head = "by head" if self.mask == "head" else ""
+        return " ".join(filter(None, (self.mode, self.budget, self.speculative, by_head)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

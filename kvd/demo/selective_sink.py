@@ -46,6 +46,7 @@ def _serve(line: Line, folder: Path, name: str) -> None:
                 source=inference.NODES["prefill"],
                 metadata=selector.metadata(selective.shape_of(model, lengths)),
                 mode=request["mode"],
+                mask=request["mask"],
                 selector=selector.name,
                 landing_entries=selective.landing_entries(model, lengths, share),
             ) as transfer,

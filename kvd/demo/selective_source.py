@@ -175,7 +175,7 @@ class _Source:
             orders={name: {"first": by_order[0][name], "all": by_order[1][name]} for name in by_order[0]},
         )
 
-    def _request(self, socket: str, request: str, prefill_s: float) -> None:
+    def _request(self, socket: str, request: str, prefill_s: float, mask: str) -> None:
         """Serve one request, from the opening of the transfer until ``release``."""
         from kvd_client.engines import selective
 
@@ -183,8 +183,9 @@ class _Source:
         metadata = self._selector.metadata(selective.shape_of(self._model, lengths))
         with Client(socket, name="kvd demo prefill") as client:
             transfer = client.prefill(
-                request, self._spec, lengths, metadata=metadata, selector=self._selector.name, prefill_s=prefill_s
-            )
+                request, self._spec, lengths, metadata=metadata, selector=self._selector.name, prefill_s=prefill_s,
+                mask=mask,
+            )  # fmt: skip
             done = selective.prefill_selective(
                 self._model, [self._prompt], transfer, self._selector, prefix=self._prefix, chunk=self._chunk
             )

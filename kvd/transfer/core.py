@@ -126,6 +126,7 @@ _EVENTS: dict[type, Callable[[Book, Any, float], None]] = {
     ev.FetchRequested: on_demand.on_fetch_requested,
     ev.FetchServed: on_demand.on_fetch_served,
     ev.FetchArrived: on_demand.on_fetch_arrived,
+    ev.FetchKept: on_demand.on_fetch_kept,
     ev.MetadataArrived: delivery.on_metadata_arrived,
     ev.ReleaseRequested: processes.on_release,
     ev.AbortRequested: processes.on_abort,

@@ -218,6 +218,8 @@ def deliver(book: Book, part: SinkPart) -> None:
 
 def cover(part: SinkPart, layer: int, token_range: TokenRange) -> int:
     """Note tokens as arrived; how many were not."""
+    if part.places is not None:
+        return part.places.add(layer, token_range.row, token_range.start, token_range.stop)
     intervals = part.arrived.setdefault((layer, token_range.row), IntervalSet())
     return sum(stop - start for start, stop in intervals.add(token_range.start, token_range.stop))
 

@@ -26,7 +26,7 @@ from kvd.transfer.handle import make_handle
 from kvd.transfer.mover import Mover, as_kvd_error
 from kvd.transfer.moving import bind
 from kvd.transfer.parties import PartTensors, Process, Record, Session
-from kvd.transfer.serving import fill_fetch, serve_fetch
+from kvd.transfer.serving import INLINE_BYTES, fill_fetch, keep_fetched, serve_fetch
 from kvd.transfer.writer import Writer
 from kvd.types import Lane, NodeId, Role, TransferId
 from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage, TensorsArrived
@@ -88,6 +88,7 @@ class Engine:
             do.WriteMetadata: writer.write_metadata,
             do.ServeFetch: self._do_serve_fetch,
             do.FillFetch: self._do_fill_fetch,
+            do.KeepFetched: self._do_keep_fetched,
             do.FetchEnded: self._do_fetch_ended,
             do.WantWindows: self._do_want_windows,
             do.CancelWrites: self._do_cancel_writes,
@@ -329,6 +330,28 @@ class Engine:
         except Exception as wrong:
             error = as_kvd_error(wrong)
         record.process.fetched(instruction.transfer, request.fetch, error)
+
+    def _do_keep_fetched(self, instruction: do.KeepFetched) -> None:
+        record = self._records[instruction.transfer]
+
+        async def keep() -> None:
+            error = None
+            try:
+                with record.lease.holding():
+                    await asyncio.to_thread(keep_fetched, instruction, layout=record.layout, lease=record.lease)
+            except Exception as wrong:
+                error = as_kvd_error(wrong)
+            self.submit(ev.FetchKept(instruction.transfer, instruction.fetch, error))
+
+        if len(instruction.places) * record.layout.entry_bytes > INLINE_BYTES:
+            self._start(keep())
+            return
+        failed = None
+        try:
+            keep_fetched(instruction, layout=record.layout, lease=record.lease)
+        except Exception as wrong:
+            failed = as_kvd_error(wrong)
+        self.submit(ev.FetchKept(instruction.transfer, instruction.fetch, failed))
 
     def _do_fetch_ended(self, instruction: do.FetchEnded) -> None:
         record = self._records.get(instruction.transfer)

@@ -207,6 +207,15 @@ class FetchArrived:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FetchKept:
+    """A ``KeepFetched`` instruction ended: the entries are in place and marked in the mask, or not."""
+
+    transfer: TransferId
+    fetch: int
+    error: KvdError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WriteCompleted:
     """A ``WriteTokens``, ``WriteTensors`` or ``WriteMetadata`` instruction ended: placed at the sink, or failed."""
 
@@ -291,6 +300,7 @@ Event: TypeAlias = (
     | TokensArrived
     | MetadataArrived
     | FetchArrived
+    | FetchKept
     | WriteCompleted
     | Regrouped
     | Staged

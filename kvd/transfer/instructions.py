@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.errors import KvdError
 from kvd.transfer.events import FetchRequested, SessionId
 from kvd.transfer.part import Part
@@ -134,6 +137,22 @@ class FillFetch:
     request: FetchRequested
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class KeepFetched:
+    """Sink: copy entries from a landing slot to their places in the layer, then mark them in its mask. Answered by one
+    ``FetchKept``."""
+
+    transfer: TransferId
+    fetch: int
+    layer: int
+    offset: int
+    """Where the slot's rows begin, in the lease."""
+    entries: npt.NDArray[np.int64]
+    """Shape (n,): entries of the slot."""
+    places: npt.NDArray[np.int64]
+    """Shape (n,): row * capacity + token of each, as entries of the layer and as bytes of its mask."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchEnded:
     """Answer the process's fetch."""
@@ -209,6 +228,7 @@ Instruction: TypeAlias = (
     | WriteMetadata
     | ServeFetch
     | FillFetch
+    | KeepFetched
     | FetchEnded
     | WantWindows
     | CancelWrites

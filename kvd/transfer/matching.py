@@ -51,6 +51,12 @@ def why_not(part: SourcePart, message: Open) -> KvdError | None:
             differ=differ,
         )
     mine, theirs = part.layout, message.layout
+    if mine.mask_by != theirs.mask_by:
+        return UnsupportedLayout(
+            f"request {part.request!r} has a mask by {mine.mask_by} at the source and by {theirs.mask_by} at the sink; "
+            "open both ends with the same mask",
+            differ={"mask": [mine.mask_by, theirs.mask_by]},
+        )
     pairs: dict[str, list[Any]] = {
         "ranks": [part.ranks, message.ranks],
         "rank": [part.rank, message.rank],

@@ -2,15 +2,22 @@
 
 A fetch goes from the sink's process over both daemons to the source's memory, and its entries come back into the
 process's landing slot on the urgent lane. While a source serves fetches, nothing speculative starts on that link.
+
+Where a mask byte stands for a single entry (:attr:`PartLayout.keeps_fetched`) a fetched entry travels once: the source
+takes it out of its queue when it serves the fetch, and puts it back if that fails; the sink's daemon copies it from the
+landing slot to its place, marks it, and counts it as arrived before it answers the process.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from kvd.errors import Busy, InvalidArgument, KvdError, LeaseExpired, NotFound, UnsupportedLayout, error_from_code
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
-from kvd.transfer.delivery import fill, work_added
+from kvd.transfer.delivery import deliver_if_complete, fill, work_added
+from kvd.transfer.gathering import fetch_entries
 from kvd.transfer.part import SinkPart, SourcePart, State
 from kvd.types import Path
 from kvd.wire import messages as wire
@@ -21,6 +28,8 @@ MAX_FETCH_BYTES = MAX_FRAME - 4096
 
 MAX_SERVED = 1024
 """Fetches that one session may have in service here."""
+
+_NO_DROP = (0, np.empty(0, np.int64))
 
 
 # --- at the sink -----------------------------------------------------------------------------------------------------
@@ -55,24 +64,76 @@ def send_fetch(book: Book, part: SinkPart, request: ev.FetchRequested) -> None:
     message = wire.Fetch(
         transfer=part.peer_transfer, sink=part.transfer, fetch=request.fetch, layer=request.layer,
         counts=request.counts, index=request.index, offset=request.offset, stride=request.stride,
+        keep=part.places is not None,
     )  # fmt: skip
     book.emit(do.SendMessage(part.session, message))
 
 
 def on_fetch_arrived(book: Book, event: ev.FetchArrived, now: float) -> None:
     part = book.parts.get(event.arrived.transfer)
-    if isinstance(part, SinkPart) and part.session == event.session:
-        request = part.fetches.pop(event.arrived.fetch, None)
-        if request is not None:
-            part.paths[Path.ON_DEMAND.value] += _entries_bytes(part, request)
-            book.emit(do.FetchEnded(part.transfer, request.fetch))
+    if not isinstance(part, SinkPart) or part.session != event.session:
+        return
+    request = part.fetches.get(event.arrived.fetch)
+    if request is None or request.fetch in part.keeping:
+        return
+    part.paths[Path.ON_DEMAND.value] += _entries_bytes(part, request)
+    if part.places is None or part.ended or not _keep(book, part, request):
+        del part.fetches[request.fetch]
+        book.emit(do.FetchEnded(part.transfer, request.fetch))
+
+
+def _keep(book: Book, part: SinkPart, request: ev.FetchRequested) -> bool:
+    """Put what a fetch has brought in place, but for what is there already; False where all of it is."""
+    assert part.places is not None
+    layout = part.layout
+    try:
+        entries, counts = fetch_entries(layout, part.lengths, request.counts, request.index)
+    except InvalidArgument as error:  # which the source should have refused
+        book.end(part, error)
+        return True
+    group = np.repeat(np.arange(len(counts)), counts)
+    column = np.arange(len(entries)) - np.repeat(np.cumsum(counts) - counts, counts)
+    places, first = np.unique(entries, return_index=True)  # with one head, entries are places
+    new = part.places.absent(request.layer, places)
+    if not new.any():
+        return False
+    landed = (group * layout.landing_entries + column)[first[new]]
+    part.keeping[request.fetch] = request.layer, places[new]
+    book.emit(
+        do.KeepFetched(
+            part.transfer, request.fetch, request.layer, request.offset, landed, part.keeping[request.fetch][1]
+        )
+    )
+    return True
+
+
+def on_fetch_kept(book: Book, event: ev.FetchKept, now: float) -> None:
+    part = book.parts.get(event.transfer)
+    if not isinstance(part, SinkPart) or part.places is None:
+        return
+    kept, request = part.keeping.pop(event.fetch, None), part.fetches.pop(event.fetch, None)
+    if event.error is None and kept is not None and not part.ended:
+        layer, places = kept
+        new = int(np.count_nonzero(part.places.absent(layer, places)))  # a block may have come meanwhile
+        part.places.add_places(layer, places)
+        part.missing -= new
+        part.bytes_done += new * part.layout.token_bytes
+        book.emit(do.Publish(part.transfer, part.bytes_done, new * part.layout.token_bytes))
+    if request is not None:
+        book.emit(do.FetchEnded(part.transfer, request.fetch, event.error))
+    if event.error is not None:
+        book.end(part, event.error)  # the source will not send them again
+    else:
+        deliver_if_complete(book, part)
 
 
 def on_fetch_failed(book: Book, event: ev.MessageReceived, now: float) -> None:
     part = book.named_by(event, SinkPart)
     message: wire.FetchFailed = event.message  # type: ignore[assignment]
-    request = part.fetches.pop(message.fetch, None) if part is not None else None
-    if part is None or request is None:
+    if part is None or message.fetch in part.keeping:
+        return
+    request = part.fetches.pop(message.fetch, None)
+    if request is None:
         return
     if part.ended and part.code == "OK":
         _fill(book, part, request)
@@ -181,6 +242,13 @@ def _layer_is_ready(part: SourcePart, layer: int) -> bool:
 
 
 def _serve(book: Book, part: SourcePart, session: ev.SessionId, message: wire.Fetch) -> None:
+    if message.keep and part.queue is not None:
+        try:
+            places, _ = fetch_entries(part.layout, part.lengths, message.counts, message.index)
+        except InvalidArgument as error:
+            _fail(book, session, message.sink, message.fetch, error)
+            return
+        part.dropped[message.fetch] = message.layer, part.queue.drop(message.layer, places)
     book.link(session).fetch_begins(book.now)
     part.paths["fetches"] += 1
     book.emit(do.ServeFetch(part.transfer, session, message.sink, message))
@@ -191,12 +259,17 @@ def on_fetch_served(book: Book, event: ev.FetchServed, now: float) -> None:
     if link is None:
         return  # the session has ended meanwhile
     link.fetch_ended()
+    part = book.parts.get(event.transfer)
+    layer, dropped = part.dropped.pop(event.fetch, _NO_DROP) if isinstance(part, SourcePart) else _NO_DROP
     if event.error is not None:
         _fail(book, event.session, event.sink, event.fetch, event.error)
+        if isinstance(part, SourcePart) and part.queue is not None and not part.ended:
+            part.queue.restore(layer, dropped)
+            work_added(book, part)
     else:
-        part = book.parts.get(event.transfer)
         if part is not None:
             part.paths[Path.ON_DEMAND.value] += event.nbytes
+            part.bytes_done += len(dropped) * part.layout.token_bytes
         book.counters[f"bytes_sent_{Path.ON_DEMAND.value}"] += event.nbytes
     fill(book, event.session, link)
 

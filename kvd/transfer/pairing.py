@@ -99,6 +99,7 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
         windows=part.spec.windows,
         grain=grain_of(part, message.target),
         unit=unit,
+        drops=part.layout.keeps_fetched and message.target is None and message.layout.landing_slots > 0,
     )
     for ranking in part.rankings.values():
         if part.queue.rank(ranking.layer, ranking.shares, ranking.weight):
@@ -116,7 +117,8 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
 def _policy(book: Book, part: SourcePart, session: ev.SessionId, message: wire.Open) -> Policy:
     """How a part that is about to be paired is sent; raises :class:`InvalidArgument` for an unknown mode."""
     settings = book.settings
-    known = settings.profiled(part.spec, message.selector or part.selector, part.lengths)
+    lengths = part.lengths[:: part.layout.sequence_rows]
+    known = settings.profiled(part.spec, message.selector or part.selector, lengths)
     rate = book.link(session).rate
     # What the link really carries today says more than what it carried when the profile was made.
     transfer_s = part.bytes_total / rate if rate else known.transfer_s

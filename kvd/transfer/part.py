@@ -24,7 +24,7 @@ import collections
 import dataclasses
 import enum
 
-from kvd.mask import IntervalSet
+from kvd.mask import IntervalSet, Places, TokenFlags
 from kvd.transfer.events import BlocksRanked, ClientId, FetchRequested, SessionId
 from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rate import IdleTime
@@ -119,6 +119,8 @@ class SourcePart(Part):
     finished: bool = False
     writes: set[int] = dataclasses.field(default_factory=set)
     """Writes that have been instructed and not completed."""
+    dropped: dict[int, tuple[int, Places]] = dataclasses.field(default_factory=dict)
+    """By fetch in service: its layer, and what it took out of the queue."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -134,8 +136,12 @@ class SinkPart(Part):
     """Tokens, summed over layers, that are neither held nor arrived."""
     missing_metadata: set[int] = dataclasses.field(default_factory=set)
     """Layers whose metadata has not arrived."""
+    places: TokenFlags | None = None
+    """Instead of ``arrived``, where what is fetched is kept: it comes in single tokens."""
     fetches: dict[int, FetchRequested] = dataclasses.field(default_factory=dict)
     """Fetches under way, by number."""
+    keeping: dict[int, tuple[int, Places]] = dataclasses.field(default_factory=dict)
+    """Those of them that have arrived and are being put in place: layer and places."""
     target: Target | None = None
     """Where its tensors lie, if not in the lease."""
     pulls: set[int] = dataclasses.field(default_factory=set)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from kvd.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, ProcessLost
+from kvd.mask import TokenFlags
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, shutting_down
@@ -94,6 +95,8 @@ def on_part_opened(book: Book, event: ev.PartOpened, now: float) -> None:
             missing_metadata=set(range(event.layout.layers)) if event.layout.metadata else set(),
             **common,
         )
+        if event.layout.keeps_fetched and event.layout.landing_slots and event.target is None:
+            part.places = TokenFlags(event.layout.rows, event.layout.capacity)
         held = 0
         for token_range in event.held:
             for layer in range(event.layout.layers):

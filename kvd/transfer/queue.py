@@ -23,7 +23,7 @@ from kvd.blocks import block_bounds, blocks_touched, window_start
 from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ALWAYS_LAYERS, resampled_columns
 from kvd.importance.prompt import Scale, Values, combined
-from kvd.mask import IntervalSet
+from kvd.mask import IntervalSet, Places, TokenFlags
 from kvd.transfer.work import ROWS, Piece, Work
 from kvd.types import Path
 from kvd_client.spec import PartLayout, TokenRange
@@ -131,8 +131,10 @@ class SendQueue:
         windows: tuple[int, ...] = (),
         grain: int = 1,
         unit: str = "chunk",
+        drops: bool = False,
     ) -> None:
-        """``held`` must begin and end at multiples of ``grain`` tokens, or at the end of a row."""
+        """``held`` must begin and end at multiples of ``grain`` tokens, or at the end of a row. With ``drops`` single
+        tokens can be taken out (:meth:`drop`); only with a ``grain`` of 1 and in chunks."""
         self.layout = layout
         self.lengths = lengths
         self.policy = policy
@@ -165,6 +167,11 @@ class SendQueue:
         """(layer, rows // ROWS) that were ranked, and whose pieces still have their former classes; the first first."""
         self._finished = False
         self._quota = 0.0
+        self._out = TokenFlags(layout.rows, layout.capacity) if drops else None
+        """What has been handed out or dropped. Dropped tokens may lie in pieces that are still queued, restored ones in
+        two: what is here by then is left out of a piece when its turn comes."""
+        self._dropped: set[int] = set()
+        """Layers of which anything was."""
 
     def add(self, ready: list[tuple[int, TokenRange]]) -> None:
         """Tokens have become ready; each at most once."""
@@ -202,6 +209,30 @@ class SendQueue:
         for ready in sorted(self._gathered) if self.unit == "whole" else [layer]:
             for one in self._gathered.pop(ready):
                 self._enqueue(ready, one.row, one.start, one.stop)
+
+    def drop(self, layer: int, places: Places) -> Places:
+        """A fetch brings these tokens of a layer that is ready: leave out those that have not been handed out. Returns
+        them, ascending, for :meth:`restore`."""
+        if self._out is None:
+            return np.empty(0, np.int64)
+        found = np.unique(places)
+        found = found[self._out.absent(layer, found)]
+        rows, tokens = np.divmod(found, self.layout.capacity)
+        for row, held in self._held.items():
+            for start, stop in held:
+                outside = (rows != row) | (tokens < start) | (tokens >= stop)
+                found, rows, tokens = found[outside], rows[outside], tokens[outside]
+        self._out.add_places(layer, found)
+        self._dropped.add(layer)
+        self.pending_tokens -= len(found)
+        return found
+
+    def restore(self, layer: int, places: Places) -> None:
+        """The fetch has failed: what it dropped is to be sent after all."""
+        if self._out is not None:
+            self._out.subtract_places(layer, places)
+            for row, start, stop in self._out.ranges(places):
+                self._enqueue(layer, row, start, stop)
 
     def finish(self) -> None:
         """The first token exists: a deadline budget ends, and what is left becomes speculative, but for the layers
@@ -276,8 +307,8 @@ class SendQueue:
 
     def take(self, max_bytes: int) -> list[tuple[int, tuple[TokenRange, ...]]]:
         """The next tokens, as (layer, ranges) for each layer concerned: at most ``max_bytes``, but one token at least;
-        empty if nothing may go now. A layer that goes as one may exceed that. All of it goes by :attr:`path`, as it was
-        before the call."""
+        empty if nothing may go now, or if all that might has been dropped. A layer that goes as one may exceed that.
+        All of it goes by :attr:`path`, as it was before the call."""
         path = self.path
         if path is None:
             return []
@@ -293,6 +324,12 @@ class SendQueue:
         count = ranges = 0
         while work and count < room and ranges < MAX_RANGES:
             rank, layer, (row, start, stop) = work.pop()
+            if self._out is not None and layer in self._dropped:
+                left = self._out.gaps(layer, row, start, stop)
+                if left != [(start, stop)]:
+                    for low, high in left:
+                        work.push(rank, layer, (row, low, high))
+                    continue
             end = min(stop, start + room - count)
             if end < stop and self.grain > 1:
                 end = start + max((end - start) // self.grain, 0 if taken else 1) * self.grain
@@ -308,11 +345,21 @@ class SendQueue:
             else:
                 pieces.append(TokenRange(row, start, end))
                 ranges += 1
+            if layer in self._dropped:
+                self._mark(layer, [TokenRange(row, start, end)])
             count += end - start
+        for layer, pieces in taken.items():
+            self._mark(layer, pieces)
         self.pending_tokens -= count
         if path is Path.SPECULATIVE and not self.policy.adaptive:
             self._quota -= count
         return [(layer, tuple(pieces)) for layer, pieces in taken.items()]
+
+    def _mark(self, layer: int, pieces: list[TokenRange]) -> None:
+        """Note them as handed out, where tokens may be dropped."""
+        if self._out is not None:
+            for piece in pieces:
+                self._out.mark(layer, piece.row, piece.start, piece.stop)
 
     def _enqueue(self, layer: int, row: int, start: int, stop: int) -> None:
         policy, length = self.policy, self.lengths[row]

@@ -11,13 +11,15 @@ import numpy as np
 
 from kvd.errors import InvalidArgument
 from kvd.fabric.base import Endpoint, Fabric
+from kvd.mask import mask_view
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
 from kvd.transfer.events import FetchRequested
 from kvd.transfer.gathering import fetch_entries, landing_descriptors
+from kvd.transfer.instructions import KeepFetched
 from kvd.types import Lane, TransferId
 from kvd.wire.messages import Fetch, FetchArrived
-from kvd_client.spec import PartLayout
+from kvd_client.spec import MASK_LOCAL, PartLayout
 from kvd_client.tensors import DeviceTensors
 
 INLINE_BYTES = 256 << 10
@@ -86,6 +88,17 @@ async def serve_fetch(
     finally:
         staging.release()
     return nbytes
+
+
+def keep_fetched(instruction: KeepFetched, *, layout: PartLayout, lease: Lease) -> None:
+    """Copy fetched entries from their landing slot to their places in the layer, then mark them."""
+    start, offset = layout.layer_offset(instruction.layer), instruction.offset
+    slot = np.frombuffer(
+        lease.memory[offset : offset + layout.rows * layout.heads * layout.landing_row_bytes], np.uint8
+    )
+    target = np.frombuffer(lease.memory[start : start + layout.layer_bytes], np.uint8)
+    kvd_kernels.gather(slot, layout.entry_bytes, instruction.entries, target, instruction.places)
+    mask_view(lease.memory, layout, instruction.layer).reshape(-1)[instruction.places] = MASK_LOCAL
 
 
 def fill_fetch(

@@ -4,7 +4,8 @@ Framing and limits are those of the local API (:mod:`kvd_client.protocol`). ``tr
 *receiver's* part, except in :class:`Open` and :class:`Announce`, where the sender tells its own.
 
 Version history: 1, first version. 2, key shares in the handshake, encrypted control frames; tensors in a device's
-layout: ``target`` of :class:`Open`, and the pulling of what the source has regrouped.
+layout: ``target`` of :class:`Open`, and the pulling of what the source has regrouped; masks by head, and fetched
+entries that are not sent again: ``sequence_rows`` of layouts, ``keep`` of :class:`Fetch`.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ class Fetch(WireMessage, tag="fetch"):
     """Where the first row goes, in the grant."""
     stride: int
     """Bytes from one row to the next."""
+    keep: bool = False
+    """The sink puts these entries in place, too, and counts them as arrived: they need not be sent again."""
 
 
 class FetchFailed(WireMessage, tag="fetch_failed"):

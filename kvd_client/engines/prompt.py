@@ -41,16 +41,16 @@ _MOST_BYTES = MAX_FRAME - 4096
 """Of a ranking, which is one message."""
 
 Shares = npt.NDArray[np.float32]
-"""Shape (rows, blocks): 0 to 1."""
+"""Shape (rows, blocks), or by head (rows * KV heads, blocks): 0 to 1."""
 
 
 class PromptQueries:
     """Collects the last queries of each row, layer by layer, and asks ``selector`` what they would select.
 
-    Once for each layer ``rank(layer, shares)`` gets what :func:`shares_of` makes of their selections, and says whether
-    it is of use; ``told(layer, indices)`` gets the KV index of each query, at last the narrow one of the prompt's last
-    query. Where few tokens are computed (a short question about a cached prefix) there are fewer queries
-    (:data:`TOKENS_PER_QUERY`).
+    Once for each layer ``rank(layer, shares)`` gets what :func:`shares_of` makes of their selections (with ``by_head``
+    of each head's own), and says whether it is of use; ``told(layer, indices)`` gets the KV index of each query, at
+    last the narrow one of the prompt's last query. Where few tokens are computed (a short question about a cached
+    prefix) there are fewer queries (:data:`TOKENS_PER_QUERY`).
     """
 
     def __init__(
@@ -61,12 +61,13 @@ class PromptQueries:
         rank: Callable[[int, Shares], bool] | None = None,
         told: Callable[[int, list[Index]], None] | None = None,
         queries: int = QUERIES,
+        by_head: bool = False,
     ) -> None:
         self.wanted = rank is not None or told is not None
         """Whether anybody still wants to know."""
         self._shape, self._selector, self._queries = shape, selector, queries
         self._k, self._narrow = entries_of(shape.lengths, SHARE), entries_of(shape.lengths, NARROW_SHARE)
-        self._rank, self._told = rank, told
+        self._rank, self._told, self._by_head = rank, told, by_head
         self._kept: dict[int, list[torch.Tensor]] = {}
         """Per layer, of each row (query heads, tokens so far, head dim), at most the last ones."""
         self._computed: dict[int, int] = {}
@@ -86,9 +87,12 @@ class PromptQueries:
             indices = self._ask(layer, self._kept.pop(layer), arrays)
             if self._told is not None:
                 self._told(layer, indices)
-            if self._rank is not None and not self._rank(layer, shares_of(self._shape, indices)):
+            if self._rank is not None and not self._rank(layer, self._shares(indices)):
                 self._rank = None
                 self.wanted = self._told is not None
+
+    def _shares(self, indices: list[Index]) -> Shares:
+        return shares_of(self._shape, indices, by_head=self._by_head)
 
     def _ask(self, layer: int, kept: list[torch.Tensor], arrays: Arrays) -> list[Index]:
         count = min(each.shape[1] for each in kept)
@@ -102,16 +106,18 @@ class PromptQueries:
         return [*indices, narrow]
 
 
-def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS) -> Shares:
-    """(c_1 + 2 c_w)/3 of w indices, c_1 being the last one's. Blocks without a token have 0."""
-    blocks = max(1, min(blocks, shape.longest, _MOST_BYTES // (4 * shape.rows)))
-    lengths = np.array(shape.lengths, np.int64)
-    last, all_ = np.zeros((2, shape.rows, blocks), np.int64)
+def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS, *, by_head: bool = False) -> Shares:
+    """(c_1 + 2 c_w)/3 of w indices, c_1 being the last one's; over all KV heads of a row, or of each ``by_head``.
+    Blocks without a token have 0."""
+    rows, heads = (shape.rows * shape.kv_heads, 1) if by_head else (shape.rows, shape.kv_heads)
+    blocks = max(1, min(blocks, shape.longest, _MOST_BYTES // (4 * rows)))
+    lengths = np.repeat(np.array(shape.lengths, np.int64), rows // shape.rows)
+    last, all_ = np.zeros((2, rows, blocks), np.int64)
     for counts, some in ((last, indices[-1:]), (all_, indices)):
         entries = np.concatenate(some, axis=1)
         entries[entries == NOTHING] = np.iinfo(np.int32).max
         accumulate_blocks(entries, counts, lengths, beyond="skip")
     edges = -(-np.arange(blocks + 1) * lengths[:, None] // blocks)
-    chances = np.maximum(np.diff(edges, axis=1), 1) * shape.kv_heads
+    chances = np.maximum(np.diff(edges, axis=1), 1) * heads
     found: Shares = ((last + 2 * all_ / max(len(indices), 1)) / (3 * chances)).astype(np.float32)
     return found

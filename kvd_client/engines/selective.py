@@ -138,7 +138,8 @@ def prefill_selective(
     computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     scratch: list[dict[str, Any]] = [{} for _ in windows]
     rank = getattr(transfer, "rank", None) if prompt_aware else None
-    asked = prompt.PromptQueries(shape, selector, rank=rank, told=on_queries)
+    by_head = bool(getattr(transfer, "by_head", False))
+    asked = prompt.PromptQueries(shape, selector, rank=rank, told=on_queries, by_head=by_head)
 
     def attends(layer: int, start: int, queries: torch.Tensor | None) -> None:
         k, v = computed.pop(layer)

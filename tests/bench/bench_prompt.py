@@ -2,10 +2,11 @@
 
 FOLDER has recordings of real prompts, as ``kvd profile selections -o FOLDER`` makes them. Each prompt is replayed
 through two daemons, once ordered by a profile of the *other* domains alone, and once with the rankings that prefill
-would have made. Prefill is as fast as the link: of L layers each next one becomes ready when the link has carried
-another part of the given share of the cache, so that a busy machine changes how long it takes, and not what is sent.
-When the share has arrived the first token exists, and the masks of the sink say what is there; the on-demand ratio is
-the share of the entries selected by the recorded decode steps that is not (layers 0 and 1 left out).
+would have made, by token and with a mask by head. Prefill is as fast as the link: of L layers each next one becomes
+ready when the link has carried another part of the given share of the cache, so that a busy machine changes how long
+it takes, and not what is sent. When the share has arrived the first token exists, and the masks of the sink say what
+is there; the on-demand ratio is the share of the entries selected by the recorded decode steps that is not (layers 0
+and 1 left out).
 
 Printed for each share: that ratio in the running system, beside the same order replayed without a network, beside
 orders that know every layer at once, and how much of the gap from the profile to the optimum is closed. The optimum
@@ -54,6 +55,8 @@ class Ratios:
     causal_prompt: float
     live_profile: float
     live_prompt: float
+    live_head: float
+    """With masks and rankings by head."""
 
 
 def main() -> None:
@@ -102,10 +105,12 @@ def show(share: float, rows: list[Ratios]) -> None:
         ("everything known at once", mean.profile, mean.prompt),
         ("causal, replayed", mean.causal_profile, mean.causal_prompt),
         ("running system", mean.live_profile, mean.live_prompt),
+        ("running system, by head", mean.live_profile, mean.live_head),
     ):
         print(f"  {name:25s} {before:7.3f} {after:13.3f} {mean.optimal:8.3f}  {closed(before, after)}")
     print(
-        f"  running system, of the gap of a profile that is known at once: {closed(mean.profile, mean.live_prompt)}\n"
+        f"  running system, of the gap of a profile that is known at once: {closed(mean.profile, mean.live_prompt)}, "
+        f"by head {closed(mean.profile, mean.live_head)}\n"
     )
 
 
@@ -120,7 +125,8 @@ def measure(source: Client, sink: Client, one: Recorded, known: ImportanceMatrix
     blocks = min(BLOCKS, one.length)
     shares = mixed(one.shares(1, blocks), one.shares(one.query_count, blocks)).astype(np.float32)
     chosen = slice(0, steps or None)
-    live = {ranked: serve(source, sink, one, shares if ranked else None, share) for ranked in (False, True)}
+    by_head = mixed(one.shares(1, blocks, heads=True), one.shares(one.query_count, blocks, heads=True))
+    live = {ranked: serve(source, sink, one, shares[:, None] if ranked else None, share) for ranked in (False, True)}
     how: dict[str, Any] = {"length": one.length, "sent": share}
     knowing = known.resampled(blocks).values
     ranked = np.stack(
@@ -138,6 +144,7 @@ def measure(source: Client, sink: Client, one: Recorded, known: ImportanceMatrix
         causal_prompt=ratio(one, causal_sent(known, shares, layers=one.layers, **how), chosen),
         live_profile=ratio(one, live[False], chosen),
         live_prompt=ratio(one, live[True], chosen),
+        live_head=ratio(one, serve(source, sink, one, by_head.astype(np.float32), share, mask="head"), chosen),
     )
 
 
@@ -175,12 +182,22 @@ def file_of(known: ImportanceMatrix, one: Recorded) -> bytes:
 NUMBERS = itertools.count()
 
 
-def serve(source: Client, sink: Client, one: Recorded, shares: npt.NDArray[np.float32] | None, share: float) -> Mask:
-    """What has arrived at the sink, (layers, tokens), when the first token exists."""
+def serve(
+    source: Client,
+    sink: Client,
+    one: Recorded,
+    shares: npt.NDArray[np.float32] | None,
+    share: float,
+    mask: str = "token",
+) -> Mask:
+    """What has arrived at the sink when the first token exists: (layers, tokens), or by head (layers, heads, tokens).
+    ``shares``: (layers, rows of the layout, blocks)."""
     spec, lengths, request = spec_of(one), [one.length], f"replayed {next(NUMBERS)}"
     with (
-        sink.decode(request, spec, lengths, source="prefill", selector=one.selector, landing_entries=1) as decode,
-        source.prefill(request, spec, lengths, selector=one.selector) as transfer,
+        sink.decode(
+            request, spec, lengths, source="prefill", selector=one.selector, landing_entries=1, mask=mask
+        ) as decode,
+        source.prefill(request, spec, lengths, selector=one.selector, mask=mask) as transfer,
     ):
 
         def arrived() -> Mask:
@@ -190,11 +207,11 @@ def serve(source: Client, sink: Client, one: Recorded, shares: npt.NDArray[np.fl
             eventually("the link carries something", true, WAIT_S, every=0.001)
 
         until(lambda: any(part.request == request and part.state == "running" for part in source.status().transfers))
-        total = round(share * spec.layers * one.length)
+        total = round(share * arrived().size)
         for layer in range(spec.layers):
             transfer.layer_ready(layer)
             if shares is not None and layer >= ALWAYS_LAYERS:
-                transfer.rank(layer, shares[layer : layer + 1])
+                transfer.rank(layer, shares[layer])
             part = total * (layer + 1) // (spec.layers - 1)
             if layer < spec.layers - 1:
                 until(lambda part=part: arrived().sum() >= part)

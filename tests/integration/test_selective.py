@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvd_client import Client
-from kvd_client.errors import InvalidArgument, KvdError, NotFound
+from kvd_client.errors import InvalidArgument, KvdError, NotFound, UnsupportedLayout
 from kvd_client.protocol import MODES, Fetch
 from kvd_client.selection import select_many
-from kvd_client.spec import MetadataSpec
+from kvd_client.spec import MASK_LOCAL, MASKS, MetadataSpec
 from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec, start_all
 
 WAIT_S = 30.0
@@ -75,12 +76,20 @@ def random_index(seed: int, lengths: list[int], k: int) -> Any:
     return np.array(rows, np.int32)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_selected_entries_are_the_sources(clients: tuple[Client, Client], mode: str) -> None:
+def local_entries(decode: Any, layer: int) -> Any:
+    """What the mask says of each entry: bool (rows, capacity, heads)."""
+    local = decode.mask(layer) == MASK_LOCAL
+    return local.transpose(0, 2, 1) if decode.by_head else np.repeat(local[:, :, None], SPEC.kv_heads, 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "by"), [*((mode, "token") for mode in MODES), *((mode, "head") for mode in ("full", *MODES[-2:]))]
+)
+def test_selected_entries_are_the_sources(clients: tuple[Client, Client], mode: str, by: str) -> None:
     source, sink = clients
     lengths, k = [3000, 1700], 200
-    with sink.decode(mode, SPEC, lengths, source="fast", mode=mode, landing_entries=k) as decode:
-        prefill = source.prefill(mode, SPEC, lengths)
+    with sink.decode(mode, SPEC, lengths, source="fast", mode=mode, landing_entries=k, mask=by) as decode:
+        prefill = source.prefill(mode, SPEC, lengths, mask=by)
         put_all(prefill, lengths)
         prefill.finish(wait=False)
         decode.wait_ready(0, timeout_s=WAIT_S)
@@ -93,8 +102,7 @@ def test_selected_entries_are_the_sources(clients: tuple[Client, Client], mode: 
                 entries = decode.select(layer, index, slot=layer % 2, order=order, timeout_s=WAIT_S)
                 assert np.array_equal(np.sort(order), np.sort(index))
                 assert np.array_equal(entries, expected(layer, lengths, order))
-                mask = decode.mask(layer).copy()
-                local = mask == 1
+                local = local_entries(decode, layer)
                 assert np.array_equal(decode.layer(layer)[local], layer_of(layer, lengths)[local])
         counters = decode.selection_counters()
         assert counters.selected.tolist() == [0, 0, 4 * 4 * k, 4 * 4 * k]
@@ -109,6 +117,109 @@ def test_selected_entries_are_the_sources(clients: tuple[Client, Client], mode: 
             for layer in range(SPEC.layers):
                 for row, length in enumerate(lengths):
                     assert np.array_equal(decode.layer(layer)[row, :length], layer_of(layer, lengths)[row, :length])
+    prefill.release()
+
+
+@pytest.mark.parametrize("by", MASKS)
+def test_what_was_fetched_goes_again_with_its_token_or_not_at_all(
+    daemons: dict[str, DaemonProcess], clients: tuple[Client, Client], by: str
+) -> None:
+    source, sink = clients
+    lengths, k = [1000, 600], 150
+    entry = SPEC.entry_bytes
+    total = sum(lengths) * SPEC.kv_heads * entry * SPEC.layers
+    # Prefill is over before the two meet: layers 0 and 1 are pushed, and what is left waits for windows.
+    prefill = source.prefill(by, SPEC, lengths, mask=by)
+    for layer in range(SPEC.layers):
+        for row, length in enumerate(lengths):
+            prefill.put_layer(layer, entries=layer_of(layer, lengths)[row, :length], row=row)
+    prefill.finish(wait=False)
+    with sink.decode(by, SPEC, lengths, source="fast", mode="speculative", landing_entries=k, mask=by) as decode:
+        wrong: list[int] = []
+        layers, stop = [layer_of(layer, lengths) for layer in range(SPEC.layers)], threading.Event()
+
+        def look() -> None:
+            """A mask byte is never 1 before its bytes are in place."""
+            while not stop.wait(0.001):
+                for layer, true in enumerate(layers):
+                    local = local_entries(decode, layer)
+                    if not np.array_equal(decode.layer(layer)[local], true[local]):
+                        wrong.append(layer)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            decode.wait_ready(1, timeout_s=WAIT_S)
+            decode.wait_ready(0, timeout_s=WAIT_S)
+            for layer in (2, 3):
+                first, second = random_index(layer, lengths, k), random_index(layer + 10, lengths, k)
+                for index in (first, second, first):
+                    order = np.zeros_like(index)
+                    entries = decode.select(layer, index, slot=layer % 2, order=order, timeout_s=WAIT_S)
+                    assert np.array_equal(entries, expected(layer, lengths, order))
+                if by == "head":  # marked, each by itself, before the answer came
+                    mask = decode.mask(layer).reshape(len(first), -1)
+                    for index in (first, second):
+                        assert (np.take_along_axis(mask, index, 1) == MASK_LOCAL).all()
+            fetched = int(decode.selection_counters().fetched.sum())
+            decode.idle(3)
+            decode.wait_ready(timeout_s=WAIT_S)
+            prefill.wait_delivered(WAIT_S)
+        finally:
+            stop.set()
+            looking.join(WAIT_S)
+        assert wrong == []
+        for layer in range(SPEC.layers):
+            for row, length in enumerate(lengths):
+                assert np.array_equal(decode.layer(layer)[row, :length], layer_of(layer, lengths)[row, :length])
+        with daemons["fast"].client("look") as there, daemons["decode"].client("look") as here:
+            sent, until = there.status().transfers[0], time.monotonic() + WAIT_S
+            while sent.bytes_done < total and time.monotonic() < until:  # the last confirmation may follow the delivery
+                (sent,) = there.status().transfers
+            (got,) = here.status().transfers
+        assert (sent.mask, got.mask) == (by, by)
+        assert 2 * 2 * k * SPEC.kv_heads < fetched < 2 * 2 * 2 * k * SPEC.kv_heads
+        assert sent.paths["on_demand"] == got.paths["on_demand"] == fetched * entry
+        assert sent.paths["proactive"] == got.paths["proactive"] == total // 2
+        again = fetched * entry if by == "token" else 0
+        assert sent.paths["speculative"] == got.paths["speculative"] == total // 2 - fetched * entry + again
+        assert sent.bytes_done == got.bytes_done == total
+    prefill.release()
+
+
+def test_fetches_alone_can_complete_a_transfer_with_a_mask_by_head(clients: tuple[Client, Client]) -> None:
+    source, sink = clients
+    lengths = [700]
+    prefill = source.prefill("all", SPEC, lengths, mask="head")
+    put_all(prefill, lengths)
+    prefill.finish(wait=False)
+    held = [(0, 0, 100)]
+    with sink.decode(
+        "all", SPEC, lengths, source="fast", mode="parallel", landing_entries=600, mask="head", held=held
+    ) as decode:
+        for layer in range(SPEC.layers):
+            decode.put_held(layer, 0, 0, layer_of(layer, lengths)[0, :100])
+        decode.wait_ready(1, timeout_s=WAIT_S)
+        for layer in (2, 3):
+            assert not decode.poll_ready(layer)
+            index = np.tile(np.arange(100, 700, dtype=np.int32), (SPEC.kv_heads, 1))
+            entries = decode.select(layer, index, timeout_s=WAIT_S)
+            assert np.array_equal(entries, expected(layer, lengths, index))
+            assert decode.poll_ready(layer)
+        prefill.wait_delivered(WAIT_S)
+    prefill.release()
+
+
+def test_two_ends_with_different_masks_refuse_each_other(clients: tuple[Client, Client]) -> None:
+    source, sink = clients
+    prefill = source.prefill("differ", SPEC, [10], mask="head")
+    says = "mask by head at the source and by token at the sink; open both ends"
+    with pytest.raises(UnsupportedLayout, match=says), sink.decode("differ", SPEC, [10], source="fast") as decode:
+        decode.wait_ready(timeout_s=WAIT_S)
+    with sink.decode("differ", SPEC, [10], source="fast", mask="head") as decode:  # the source goes on waiting
+        put_all(prefill, [10])
+        prefill.finish(wait=False)
+        decode.wait_ready(timeout_s=WAIT_S)
     prefill.release()
 
 

@@ -51,10 +51,11 @@ class Prefill(threading.Thread):
     def run(self) -> None:
         try:
             model, lengths = self._how.pop("model"), [len(prompt) for prompt in self._prompts]
+            mask = self._how.pop("mask", "token")
             metadata = self._selector.metadata(shape_of(model, lengths))
             with self._daemon.client("prefill") as client:
                 transfer = client.prefill(
-                    self._request, spec_of(model), lengths, metadata=metadata, selector=self._selector.name
+                    self._request, spec_of(model), lengths, metadata=metadata, selector=self._selector.name, mask=mask
                 )
                 self._first = prefill_selective(model, self._prompts, transfer, self._selector, **self._how).tokens
                 transfer.finish(wait=False)
@@ -77,7 +78,9 @@ class Prefill(threading.Thread):
         assert self.error is None
 
 
-def sink_of(client: Any, request: str, model: Any, selector: Any, lengths: list[int], mode: str) -> Any:
+def sink_of(
+    client: Any, request: str, model: Any, selector: Any, lengths: list[int], mode: str, mask: str = "token"
+) -> Any:
     return client.decode(
         request,
         spec_of(model),
@@ -85,34 +88,38 @@ def sink_of(client: Any, request: str, model: Any, selector: Any, lengths: list[
         source="prefill",
         metadata=selector.metadata(shape_of(model, lengths)),
         mode=mode,
+        mask=mask,
         selector=selector.name,
         landing_entries=landing_entries(model, lengths, SHARE),
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+CASES = [
+    ("llama-gqa", "quest"),
+    ("gemma3", "hata"),
+    ("qwen3", "random"),
+    ("llama-gqa", "streaming"),
+    ("gemma3", "infinigen"),
+    ("qwen3", "hata:ahead=true"),
+]
+BY_HEAD = [("llama-gqa", "quest", "full"), ("gemma3", "hata", "parallel"), ("qwen3", "hata:ahead=true", "speculative")]
+
+
 @pytest.mark.parametrize(
-    ("name", "selector"),
-    [
-        ("llama-gqa", "quest"),
-        ("gemma3", "hata"),
-        ("qwen3", "random"),
-        ("llama-gqa", "streaming"),
-        ("gemma3", "infinigen"),
-        ("qwen3", "hata:ahead=true"),
-    ],
+    ("name", "selector", "mode", "mask"),
+    [*((*case, mode, "token") for case in CASES for mode in MODES), *((*case, "head") for case in BY_HEAD)],
 )
 def test_every_mode_equals_one_process(
-    daemons: tuple[DaemonProcess, DaemonProcess], name: str, selector: str, mode: str
+    daemons: tuple[DaemonProcess, DaemonProcess], name: str, selector: str, mode: str, mask: str
 ) -> None:
     algorithm = parse(selector)
     # A model serves one call at a time, so each side has its own.
     model, prompts = random_model(name), random_prompts(400, 250)
-    request, lengths = f"{name} {selector} {mode}", [400, 250]
-    source = Prefill(daemons[0], request, algorithm, prompts, model=random_model(name), chunk=100)
+    request, lengths = f"{name} {selector} {mode} {mask}", [400, 250]
+    source = Prefill(daemons[0], request, algorithm, prompts, model=random_model(name), chunk=100, mask=mask)
     with (
         daemons[1].client("decode") as client,
-        sink_of(client, request, model, algorithm, lengths, mode) as transfer,
+        sink_of(client, request, model, algorithm, lengths, mode, mask) as transfer,
     ):
         first = source.first()
         steps = list(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import kvd_kernels
 import numpy as np
@@ -101,10 +101,18 @@ class Record:
     """Sink: its process has been asked to ring its idle windows."""
     speculated: int = 0
     """Source: tokens sent speculatively."""
+    dropped: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
+    """Source: by fetch in service, its layer and the places that it takes out of what is to be sent."""
 
     @property
     def request(self) -> str:
         return self.attempt.plan.request
+
+    def served(self, fetch: int, error: KvdError | None) -> None:
+        """A fetch that was to be kept has ended: what it dropped may be sent after all where it failed."""
+        layer, places = self.dropped.pop(fetch, (0, None))
+        if error is not None and places is not None:
+            self.lease.sent[layer].reshape(-1)[places] = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -263,5 +271,6 @@ class FetchAnswer(Write):
 
     def ended(self, error: KvdError | None) -> ev.Event:
         self.end.serving -= 1
+        self.record.served(self.fetch, error)
         transfer = self.record.transfer
         return ev.FetchServed(transfer, self.end.number, self.fetch, self.sink, 0 if error else self.nbytes, error)

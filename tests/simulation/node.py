@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 TIMELESS = frozenset(
     (ev.LayerReady, ev.MetadataReady, ev.BlocksRanked, ev.IdleWindow, ev.FetchRequested, ev.FetchServed,
-     ev.FetchArrived, ev.TokensArrived, ev.MetadataArrived, ev.Regrouped, ev.Staged, wire.Delivered, wire.Idle,
-     wire.Fetch, wire.FetchFailed, wire.Staged, wire.Pulled)
+     ev.FetchArrived, ev.FetchKept, ev.TokensArrived, ev.MetadataArrived, ev.Regrouped, ev.Staged, wire.Delivered,
+     wire.Idle, wire.Fetch, wire.FetchFailed, wire.Staged, wire.Pulled)
 )  # fmt: skip
 """Events and messages after which nothing waits for a time that it did not wait for before."""
 
@@ -62,6 +62,7 @@ class Node:
             do.WriteMetadata: partial(selective.write_metadata, self),
             do.ServeFetch: partial(selective.serve_fetch, self),
             do.FillFetch: partial(selective.fill_fetch, self),
+            do.KeepFetched: partial(selective.keep_fetched, self),
             do.FetchEnded: partial(selective.fetch_ended, self),
             do.WantWindows: partial(selective.want_windows, self),
             do.CancelWrites: self._cancel_writes,

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvd.errors import PeerLost
-from kvd.mask import IntervalSet
-from kvd.transfer import core, delivery, matching, on_demand, pairing, processes, staging
+from kvd.mask import IntervalSet, Places, TokenFlags, mask_view
+from kvd.transfer import core, delivery, matching, on_demand, pairing, processes, serving, staging
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
@@ -19,7 +20,7 @@ from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
 from kvd.wire import messages as wire
-from kvd_client.spec import TokenRange
+from kvd_client.spec import MASK_LOCAL, PartLayout, TokenRange
 
 from .links import BULK, FetchAnswer, MetadataWrite, Operation
 from .memory import Lease
@@ -340,6 +341,38 @@ def batches_pile_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(delivery, "BATCH_LEAST", 1)
 
 
+def fetched_entries_are_sent_again(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: SendQueue, layer: int, places: Places) -> Places:
+        found = properly(self, layer, places)
+        self.restore(layer, found)
+        return found
+
+    properly = SendQueue.drop
+    patch.setattr(SendQueue, "drop", drop)
+
+
+def kept_over_what_is_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TokenFlags, "absent", lambda self, layer, places: np.ones(len(places), np.bool_))
+
+
+def kept_without_its_bytes(patch: pytest.MonkeyPatch) -> None:
+    def keep_fetched(instruction: do.KeepFetched, *, layout: PartLayout, lease: Lease) -> None:
+        mask = mask_view(memoryview(lease.memory), layout, instruction.layer)
+        mask.reshape(-1)[instruction.places] = MASK_LOCAL
+
+    patch.setattr(serving, "keep_fetched", keep_fetched)
+
+
+def what_is_kept_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+    def on_fetch_kept(book: Book, event: ev.FetchKept, now: float) -> None:
+        part = book.parts.get(event.transfer)
+        if isinstance(part, SinkPart):
+            part.keeping.pop(event.fetch, None)
+        on_demand.on_fetch_kept(book, event, now)
+
+    patch.setitem(core._EVENTS, ev.FetchKept, on_fetch_kept)
+
+
 # Of queue pairs: with one for all bulk, nothing comes of these.
 
 
@@ -415,6 +448,10 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_read_that_nobody_hears_of: "nothing disturbed|there are still",
     a_stage_outlives_its_part: "there are still",
     batches_pile_up: "batches at once",
+    fetched_entries_are_sent_again: "twice",
+    kept_over_what_is_held: "mask says local, but bytes|which the sink holds|bytes are in place",
+    kept_without_its_bytes: "mask says local, but bytes",
+    what_is_kept_is_not_counted: "nothing disturbed|there are still",
     mask_on_another_queue_pair: "mask says local, but bytes",
     news_on_another_queue_pair: "bytes are in place",
     completions_in_the_order_of_posting: "bytes in flight, and another write|there are still",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import kvd_kernels
@@ -16,6 +17,7 @@ from kvd.transfer.gathering import fetch_entries, landing_descriptors
 from kvd.transfer.part import SourcePart
 from kvd.transfer.queue import SendQueue
 from kvd.types import Path, Role
+from kvd.wire import messages as wire
 from kvd_client.spec import MASK_LOCAL
 
 from .links import End, FetchAnswer, MetadataWrite, Record, Violation
@@ -79,8 +81,14 @@ def unsent(queue: SendQueue) -> list[set[tuple[int, int, int]]]:
     found = []
     for work in (queue._proactive, queue._rest):
         pieces = [(layer, *piece) for _, layer, piece in work]
+        if queue._out is not None:  # dropped tokens stay in their pieces, and restored ones may be in two
+            pieces = [
+                (layer, row, *gap)
+                for layer, row, start, stop in pieces
+                for gap in queue._out.gaps(layer, row, start, stop)
+            ]
         tokens = {(layer, row, token) for layer, row, start, stop in pieces for token in range(start, stop)}
-        if sum(stop - start for _, _, start, stop in pieces) != len(tokens):
+        if queue._out is None and sum(stop - start for _, _, start, stop in pieces) != len(tokens):
             raise Violation(f"a token is queued twice: {pieces}")
         found.append(tokens)
     if sum(map(len, found)) != queue.pending_tokens:
@@ -112,7 +120,26 @@ def serve_fetch(node: Node, instruction: do.ServeFetch) -> None:
     if end is None:
         raise Violation(f"{node.name}: {instruction} on a session that is lost", record.request)
     end.serving += 1
+    _drop(record, instruction.message)
     node.later(node.world.rng.choice((0.0, 0.0, 0.005, 0.1)), _gather, node, record, end, instruction)
+
+
+def _drop(record: Record, message: wire.Fetch) -> None:
+    """What the sink keeps of a fetch counts as sent, once, unless it was or the sink holds it."""
+    lease, sink = record.lease, record.sink
+    if not message.keep or sink is None:
+        return
+    if lease.layout.heads > 1 or record.attempt.plan.sink_placement is not None:
+        raise Violation(f"part {record.transfer}: a fetch of single heads is to be kept", record.request)
+    try:
+        places, _ = fetch_entries(lease.layout, record.lengths, message.counts, message.index)
+    except InvalidArgument as error:
+        raise Violation(f"part {record.transfer}: a fetch that can't be served is: {error}", record.request) from error
+    row, token = np.divmod(np.unique(places), lease.layout.capacity)
+    new = ~lease.sent[message.layer, row, token] & ~sink.known[message.layer, row, token]
+    row, token = row[new], token[new]
+    lease.sent[message.layer, row, token] = sink.sent[message.layer, row, token] = True
+    record.dropped[message.fetch] = message.layer, row * lease.layout.capacity + token
 
 
 def _gather(node: Node, record: Record, end: End, instruction: do.ServeFetch) -> None:
@@ -126,6 +153,7 @@ def _gather(node: Node, record: Record, end: End, instruction: do.ServeFetch) ->
     except KvdError as error:
         end.serving -= 1
         served = ev.FetchServed(record.transfer, instruction.session, message.fetch, instruction.sink, 0, error)
+        record.served(message.fetch, error)
         node.feed(served)
         return
     start = layout.layer_offset(message.layer)
@@ -161,6 +189,27 @@ def fill_fetch(node: Node, instruction: do.FillFetch) -> None:
     except InvalidArgument as wrong:
         error = wrong
     _answer(node, record, instruction.request.fetch, error)
+
+
+def keep_fetched(node: Node, instruction: do.KeepFetched) -> None:
+    """At once, or a little later as a worker thread does; the part may be gone by then."""
+    record = node.live(instruction.transfer, "KeepFetched")
+    request = record.attempt.pending.get(instruction.fetch)
+    if record.role is not Role.SINK or request is None or request.layer != instruction.layer:
+        raise Violation(f"{node.name}: {instruction} for no fetch of part {record.transfer}", record.request)
+    rng = random.Random(f"{node.world.seed} {record.transfer} {instruction.fetch}")  # so that seeds mean the same
+    delay = rng.choice((0.0, 0.0, 0.02, 0.2))
+    if not delay:
+        _keep(node, record, instruction)
+    else:
+        node.later(delay, _keep, node, record, instruction)
+
+
+def _keep(node: Node, record: Record, instruction: do.KeepFetched) -> None:
+    if not record.freed:
+        node.world.dirty.append(record.lease.slab)
+        serving.keep_fetched(instruction, layout=record.lease.layout, lease=record.lease)  # type: ignore[arg-type]
+    node.feed(ev.FetchKept(record.transfer, instruction.fetch))
 
 
 def fetch_ended(node: Node, instruction: do.FetchEnded) -> None:

@@ -102,6 +102,9 @@ class FakeConnection:
     def ring(self, part: Part, kind: int, layer: int, row: int, start: int, stop: int) -> None:
         self.events.append((kind, layer))
 
+    def nudge(self) -> None:
+        pass
+
     def wait(self, ready: Callable[[], Any], deadline: float | None) -> Any:
         while True:
             self.locked = True
@@ -156,6 +159,7 @@ class FakeDaemon:
         capacity: int | None = None,
         metadata: tuple[MetadataSpec, ...] = (),
         count_blocks: int = 0,
+        mask: str = "token",
     ) -> None:
         self.connection = connection or FakeConnection()
         number = len(self.connection.daemons) + 1
@@ -168,9 +172,10 @@ class FakeDaemon:
             metadata=metadata,
             landing_entries=min(landing_entries, capacity or max(lengths)),
             landing_slots=slots,
+            mask=mask,
         )
-        self.lengths = lengths
-        shape = (layers, p.rows, p.capacity, heads, entry_bytes)
+        self.lengths, self.heads = lengths, heads
+        shape = (layers, len(lengths), p.capacity, heads, entry_bytes)
         self.source = np.random.default_rng(number).integers(0, 200, shape, dtype=np.uint8)
         self.memory = Memory(p.nbytes)
         opened = Opened(transfer=number, handle="", slot=0, offset=0, nbytes=p.nbytes, generation=1)
@@ -186,7 +191,7 @@ class FakeDaemon:
         for layer in range(layers):
             mask = self.mask(layer)
             mask[:] = 0
-            for row, length in enumerate(lengths):
+            for row, length in enumerate(self.transfer.row_lengths):
                 mask[row, :length] = MASK_REMOTE
         if metadata:
             at = p.metadata_mask_offset
@@ -197,12 +202,21 @@ class FakeDaemon:
         start = p.mask_offset(layer)
         return self.memory.bytes[start : start + p.mask_bytes].view(np.int8).reshape(p.rows, p.capacity)
 
+    def mask_by_head(self, layer: int) -> Any:
+        """What the mask says of each head: (rows, capacity, heads)."""
+        mask = self.transfer.mask(layer)
+        if mask.ndim == 2:
+            mask = np.broadcast_to(mask[:, None], (len(mask), self.heads, self.layout.capacity))
+        return mask.transpose(0, 2, 1)
+
     def push(self, layer: int, row: int, start: int, stop: int) -> None:
-        """What a source's write does: the bytes, then the mask."""
+        """What a source's write does: the bytes, then the mask. With a mask by head the heads take turns."""
         stop = min(stop, self.lengths[row])
         if stop > start:
-            self.transfer._layer(layer)[row, start:stop] = self.source[layer, row, start:stop]
-            self.mask(layer)[row, start:stop] = MASK_LOCAL
+            heads = [(start + stop + layer) % self.heads] if self.transfer.by_head else slice(None)
+            self.transfer._layer(layer)[row, start:stop, heads] = self.source[layer, row, start:stop, heads]
+            rows = row * self.heads + heads[0] if isinstance(heads, list) else row
+            self.mask(layer)[rows, start:stop] = MASK_LOCAL
 
     def land(self, fetch: Fetch) -> None:
         p = self.layout
@@ -210,7 +224,11 @@ class FakeDaemon:
         slot = self.transfer.lanes.landing_rows(fetch.slot, p.landing_entries)
         at = 0
         for i, n in enumerate(counts):
-            slot[i, :n] = self.source[fetch.layer, i // p.heads, index[at : at + n], i % p.heads]
+            row, head, tokens = i // self.heads, i % self.heads, index[at : at + n]
+            slot[i, :n] = self.source[fetch.layer, row, tokens, head]
+            if p.keeps_fetched:
+                self.transfer._layer(fetch.layer)[row, tokens, head] = slot[i, :n]
+                self.mask(fetch.layer)[i, tokens] = MASK_LOCAL
             at += n
 
     def fail(self, error: KvdError) -> None:
@@ -219,6 +237,6 @@ class FakeDaemon:
     def expected(self, layer: int, index: Any) -> Any:
         """What the entries of a KV index are at the source, zeros for -1."""
         rows = np.arange(len(index))[:, None]
-        entries = self.source[layer][rows // self.layout.heads, index, rows % self.layout.heads]
+        entries = self.source[layer][rows // self.heads, index, rows % self.heads]
         entries[index == -1] = 0
         return entries

@@ -151,6 +151,11 @@ def test_a_selective_transfer_shows_its_budget_and_what_went() -> None:
     assert lines[at + 5 :] == []
 
 
+def test_a_mask_by_head_is_named() -> None:
+    part = replace(PART, role="sink", mode="speculative", mask="head", paths={"on_demand": 2048})
+    assert "  speculative by head: on-demand 2.0 KiB" in render(replace(STATUS, transfers=[part]))
+
+
 def test_without_a_fixed_budget_the_source_says_so_and_the_sink_nothing() -> None:
     bare = replace(SELECTIVE, budget_bytes=0, paths={"fetches": 2})
     assert "  speculative: no fixed budget, 2 fetches" in render(replace(STATUS, transfers=[bare]))

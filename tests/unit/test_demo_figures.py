@@ -201,6 +201,9 @@ def test_settings_of_one_configuration_stand_next_to_each_other() -> None:
     ]
     few = Options(new_tokens=8, modes=("speculative", "full"), budgets=("deadline",))
     assert [setting.name for setting in few.settings()] == ["full", "speculative deadline adaptive"]
+    both = Options(new_tokens=8, modes=("speculative", "full"), budgets=("deadline",), masks=("token", "head"))
+    names = ["full", "speculative deadline adaptive", "speculative deadline adaptive by head"]
+    assert [setting.name for setting in both.settings()] == names
 
 
 def test_columns_are_aligned() -> None:

@@ -23,7 +23,7 @@ from kvd_client.prefill import PrefillTransfer
 from kvd_client.protocol import Release
 from kvd_client.ring import EVENT_METADATA_READY
 from kvd_client.selection import as_completed, select_many
-from kvd_client.spec import MASK_LOCAL, MetadataSpec
+from kvd_client.spec import MASK_LOCAL, MASKS, MetadataSpec
 from tests.unit.selection_fakes import GARBAGE, FakeConnection, FakeDaemon
 
 
@@ -69,14 +69,14 @@ def scenes(draw: Any) -> tuple[list[int], int, int, list[Any], list[Any]]:
         selects.append((draw(st.integers(0, 1)), draw(st.integers(0, 1)), draw(st.booleans()), index_of(*rows)))
     push = st.tuples(st.integers(0, 1), st.integers(0, len(lengths) - 1), st.integers(0, 12), st.integers(0, 12))
     pushes = draw(st.lists(st.none() | push, max_size=60))
-    return lengths, heads, size, selects, pushes
+    return lengths, heads, size, draw(st.sampled_from(MASKS)), selects, pushes
 
 
 @settings(max_examples=150, deadline=None)
 @given(scenes())
 def test_a_select_returns_the_sources_bytes_whatever_arrives_meanwhile(scene: Any) -> None:
-    lengths, heads, size, selects, pushes = scene
-    daemon = FakeDaemon(lengths, layers=2, heads=heads, entry_bytes=size, capacity=max(lengths) + 1)
+    lengths, heads, size, mask, selects, pushes = scene
+    daemon = FakeDaemon(lengths, layers=2, heads=heads, entry_bytes=size, capacity=max(lengths) + 1, mask=mask)
     chaos = Chaos(daemon, pushes)
     had: set[tuple[int, int, int]] = set()
     connection = daemon.connection
@@ -107,9 +107,10 @@ def test_a_select_returns_the_sources_bytes_whatever_arrives_meanwhile(scene: An
             # What was put into the lease is the source's, and nothing else was touched.
             lease = daemon.transfer._layer(layer)
             same = (lease == daemon.source[layer]).all(-1)
-            local = np.broadcast_to((daemon.mask(layer) == MASK_LOCAL)[:, :, None], same.shape).copy()
+            local = (daemon.mask_by_head(layer) == MASK_LOCAL).copy()
             for at, i, t in had:
                 if at == layer:
+                    assert local[i // heads, t, i % heads] or not daemon.layout.keeps_fetched
                     local[i // heads, t, i % heads] = True
             assert same[local].all()
             assert (lease[~local] == GARBAGE).all()
