@@ -36,11 +36,18 @@ def bytes_of(value: Any) -> Bytes:
         tensor = value.detach()
         if tensor.ndim == 0:
             raise InvalidArgument("expected an array or a tensor, got a scalar")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise InvalidArgument(f"expected a dense tensor with values, got one of {tensor.layout}, {tensor.device}")
         if tensor.stride()[-1:] != (1,):
             tensor = tensor.contiguous()
         viewed: Bytes = tensor.view(torch.uint8).cpu().numpy()
         return viewed
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"expected an array or a tensor, got a {type(value).__name__}: {error}") from None
+    if array.dtype.hasobject:
+        raise InvalidArgument(f"expected an array of numbers, got one of Python objects ({array.dtype})")
     if array.ndim == 0:
         raise InvalidArgument(f"expected an array or a tensor, got a {type(value).__name__}")
     if array.strides[-1] != array.itemsize:

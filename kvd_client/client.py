@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from kvd_client import forks
+from kvd_client.arguments import seconds, whole, whole_numbers
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, ProtocolError
 from kvd_client.layouts import Placement
@@ -52,9 +53,12 @@ class Client:
     """
 
     def __init__(self, socket_path: str | os.PathLike[str] | None = None, name: str = "", timeout_s: float = 10.0):
-        self.socket_path = os.fspath(socket_path or default_socket())
+        try:
+            self.socket_path = os.fsdecode(socket_path or default_socket())
+        except TypeError:
+            raise InvalidArgument(f"socket_path is {socket_path!r}; it must be a path") from None
         self.name = name or f"process {os.getpid()}"
-        self._timeout_s = timeout_s
+        self._timeout_s = seconds("timeout_s", timeout_s)
         self._pid = forks.pid
         self._lock = threading.Lock()
         self._profile_lock = threading.Lock()  # the pieces of two files must not mix
@@ -85,6 +89,9 @@ class Client:
         Raises :class:`InvalidProfile` where they are no whole profile, :class:`InvalidArgument` where the daemon can't
         take them; the profile that was in use before stays.
         """
+
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidArgument(f"a profile file's bytes are needed, got a {type(data).__name__}")
 
         def upload(connection: Connection) -> None:
             for offset in range(0, max(len(data), 1), _PIECE):
@@ -160,13 +167,14 @@ class Client:
         """
         from kvd_client.prefill import PrefillTransfer  # here, since NumPy costs more than all the rest
 
+        lengths = whole_numbers("lengths", lengths)
         layout, start = self._layout(
             spec, lengths, capacity, heads, metadata, placed=placement is not None or cache is not None, mask=mask
         )
         message = OpenSource(
             request=request,
             spec=spec,
-            lengths=list(lengths),
+            lengths=lengths,
             capacity=layout.capacity,
             rank=rank,
             ranks=ranks,
@@ -179,7 +187,7 @@ class Client:
             sink=sink,
             deadline_s=deadline_s,
             placement=placement,
-            cache=cache.id if cache is not None else 0,
+            cache=_cache_id(cache),
             table=_table(blocks),
             cache_head=-1 if cache_head is None else cache_head,
             mask=mask,
@@ -231,14 +239,15 @@ class Client:
         """
         from kvd_client.decode import DecodeTransfer
 
+        lengths = whole_numbers("lengths", lengths)
         slots = landing_slots if landing_entries else 0
         placed = placement is not None or cache is not None
         layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed, mask)
-        ranges = [TokenRange(*r) if isinstance(r, tuple) else r for r in held]
+        ranges = _ranges(held)
         message = OpenSink(
             request=request,
             spec=spec,
-            lengths=list(lengths),
+            lengths=lengths,
             capacity=layout.capacity,
             rank=rank,
             ranks=ranks,
@@ -254,7 +263,7 @@ class Client:
             held=ranges,
             deadline_s=deadline_s,
             placement=placement,
-            cache=cache.id if cache is not None else 0,
+            cache=_cache_id(cache),
             table=_table(blocks),
             cache_head=-1 if cache_head is None else cache_head,
             unit=unit,
@@ -294,16 +303,23 @@ class Client:
         placed: bool = False,
         mask: str = "token",
     ) -> tuple[PartLayout, int]:
+        if not isinstance(spec, KVSpec):
+            raise InvalidArgument(f"spec is a {type(spec).__name__}; it must be a KVSpec")
         spec.check()
         longest = max(lengths, default=0)
         if longest < 1 or min(lengths) < 0:
             raise InvalidArgument("lengths must have a row, and a row with a token", lengths=list(lengths))
-        room = longest if capacity is None else capacity
+        room = longest if capacity is None else whole("capacity", capacity)
         if room < longest:
             raise InvalidArgument(
                 f"capacity {room} is less than the longest row, {longest}", capacity=room, longest=longest
             )
-        start, count = heads if heads is not None else (0, spec.kv_heads)
+        pair = (0, spec.kv_heads) if heads is None else whole_numbers("heads", heads)
+        if len(pair) != 2:
+            raise InvalidArgument(f"heads is {heads!r}; it must be (first, count)")
+        start, count = pair
+        if not isinstance(metadata, Sequence) or not all(isinstance(array, MetadataSpec) for array in metadata):
+            raise InvalidArgument(f"metadata is {metadata!r}; it must be a sequence of MetadataSpec, empty for none")
         if start < 0 or count < 1 or start + count > spec.kv_heads:
             raise InvalidArgument(
                 f"heads ({start}, {count}) are not within the spec's {spec.kv_heads} KV heads",
@@ -368,8 +384,34 @@ class Client:
 
 def _table(blocks: Sequence[Sequence[int]]) -> bytes:
     """A block table as it crosses the API: int32, row after row."""
-    flat = [block for row in blocks for block in row]
-    return struct.pack(f"<{len(flat)}i", *flat)
+    if not isinstance(blocks, Iterable):
+        raise InvalidArgument(f"blocks is {blocks!r}; it must have a list of block numbers for each row")
+    flat = [block for at, row in enumerate(blocks) for block in whole_numbers(f"blocks[{at}]", row)]
+    try:
+        return struct.pack(f"<{len(flat)}i", *flat)
+    except struct.error:
+        raise InvalidArgument(f"blocks names block {max(flat, key=abs)}; block numbers have 32 bits") from None
+
+
+def _ranges(held: Sequence[TokenRange | tuple[int, int, int]]) -> list[TokenRange]:
+    found = []
+    for at, one in enumerate(held):
+        numbers = one if isinstance(one, TokenRange) else whole_numbers(f"held[{at}]", one)
+        if isinstance(numbers, list):
+            if len(numbers) != 3:
+                raise InvalidArgument(f"held[{at}] is {one!r}; it must be (row, start, stop)")
+            numbers = TokenRange(*numbers)
+        found.append(numbers)
+    return found
+
+
+def _cache_id(cache: Cache | None) -> int:
+    if cache is None:
+        return 0
+    number = getattr(cache, "id", None)
+    if not isinstance(number, int):
+        raise InvalidArgument(f"cache is a {type(cache).__name__}; it must be what Client.open_cache returned")
+    return number
 
 
 def _mode(mode: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvd_client.arguments import deadline_of, whole
 from kvd_client.arrays import Bytes, check_fits, items_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvd_client.fetch import FetchHandle
     from kvd_client.lanes import Lanes, PendingSelection
 
-from kvd_client.transfer import Index, Mask, Transfer, deadline_of, released_error
+from kvd_client.transfer import Index, Mask, Transfer, released_error
 
 
 class DecodeTransfer(Transfer):
@@ -79,12 +80,19 @@ class DecodeTransfer(Transfer):
             raise InvalidArgument(f"entries of {self.layout.entry_bytes} bytes have no K and V of equal size")
         view = self._layer(layer)[..., which * half : (which + 1) * half]
         if not as_torch:
-            kind = np.dtype(dtype)
+            try:
+                kind = np.dtype(dtype if dtype is not None else "None")
+            except TypeError as error:
+                raise InvalidArgument(f"dtype is {dtype!r}; give NumPy's or its name ({error})") from None
+            if kind.hasobject:
+                raise InvalidArgument(f"dtype is {dtype!r}, whose values are no bytes of a KV entry")
             check_fits(half, kind.itemsize, kind)
             return view.view(kind)
         import torch
 
-        name = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        name = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(name, torch.dtype):
+            raise InvalidArgument(f"dtype is {dtype!r}; give torch's or its name, such as 'bfloat16'")
         check_fits(half, name.itemsize, name)
         return torch.from_numpy(view).view(name)
 
@@ -121,7 +129,7 @@ class DecodeTransfer(Transfer):
 
     def _wait_until(self, complete: Callable[[], bool], layer: int | None, what: str, timeout_s: float | None) -> None:
         connection, part = self._connection, self._part
-        if layer is not None and not 0 <= layer < self.layout.layers:
+        if layer is not None and not 0 <= whole("layer", layer) < self.layout.layers:
             raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
         connection.check()
         seen = (-1, -1)

@@ -19,8 +19,20 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvd_client import forks
+from kvd_client.arguments import seconds
 from kvd_client.errors import DaemonLost, DaemonUnreachable, InvalidArgument, KvdError, error_from_code
-from kvd_client.protocol import CacheOpened, CloseCache, Ended, Failure, Opened, Release, Reply, Request, encode
+from kvd_client.protocol import (
+    CacheOpened,
+    CloseCache,
+    Ended,
+    Failure,
+    Opened,
+    Release,
+    Reply,
+    Request,
+    encode,
+    encode_request,
+)
 from kvd_client.stream import Stream, StreamEnded
 
 T = TypeVar("T")
@@ -43,7 +55,7 @@ class Exchange:
     def __init__(self, path: str, timeout_s: float) -> None:
         self.path = path
         self._pid = forks.pid
-        self._timeout_s = timeout_s = min(timeout_s, _MAX_WAIT_S)
+        self._timeout_s = timeout_s = min(seconds("timeout_s", timeout_s), _MAX_WAIT_S)
         self._timeout_ms = int(timeout_s * 1000) + 1
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -81,7 +93,7 @@ class Exchange:
         if self._pid != forks.pid:
             self.check()
         number = message.id = next(self._ids)
-        frame = encode(message)
+        frame = encode_request(message)
         deadline = time.monotonic() + self._timeout_s
         self._replies[number] = None
         got = None
@@ -118,7 +130,7 @@ class Exchange:
         :meth:`forget`. Raises as :meth:`request` does while sending."""
         self.check()
         number = message.id = next(self._ids)
-        frame = encode(message)
+        frame = encode_request(message)
         self._replies[number] = None
         try:
             self._send(frame, time.monotonic() + self._timeout_s)
@@ -172,11 +184,14 @@ class Exchange:
                     return result
                 if self._lost is not None:
                     raise self._lost_error(sent=True)
-                left = None
+                # All that can fail comes before the pump is taken: nobody would give it back.
+                left = left_ms = None
                 if deadline is not None:
                     left = min(deadline - time.monotonic(), _MAX_WAIT_S)
                     if left <= 0:
                         return None
+                    # Rounded up, so that the deadline has come when the poll returns without anything.
+                    left_ms = int(left * 1000) + 1
                 if not self._pumping.acquire(False):
                     self._waiters += 1
                     try:
@@ -186,8 +201,7 @@ class Exchange:
                     continue
                 self._lock.release()
                 try:
-                    # Rounded up, so that the deadline has come when the poll returns without anything.
-                    self._pump(None if left is None else int(left * 1000) + 1)
+                    self._pump(left_ms)
                 finally:
                     self._lock.acquire()
 

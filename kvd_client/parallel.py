@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from kvd_client.arguments import deadline_of
 from kvd_client.arrays import Bytes
 from kvd_client.cache import Cache
 from kvd_client.client import Client
@@ -32,7 +33,7 @@ from kvd_client.layouts import Placement
 from kvd_client.prefill import PrefillTransfer
 from kvd_client.spec import KVSpec, PartLayout, TokenRange, part_layout
 from kvd_client.tensors import DeviceTensors
-from kvd_client.transfer import Mask, deadline_of
+from kvd_client.transfer import Mask
 
 LOOK_S = 0.5
 """While one piece is waited for, the others are looked at this often: one that has failed ends the wait."""

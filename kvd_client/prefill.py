@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvd_client.arguments import deadline_of, whole
 from kvd_client.arrays import Bytes, items_of
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.parts import raise_if_failed
 from kvd_client.protocol import Finish, RankBlocks
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, EVENT_METADATA_READY, SLOT_DELIVERED
-from kvd_client.transfer import Transfer, deadline_of, released_error
+from kvd_client.transfer import Transfer, released_error
 
 
 class PrefillTransfer(Transfer):
@@ -45,7 +46,7 @@ class PrefillTransfer(Transfer):
         if row is not None:
             self._check_row(row)
         rows, heads = p.sequences if row is None else 1, p.kv_heads
-        if start < 0:
+        if whole("start", start) < 0:
             raise InvalidArgument(f"start is {start}; it must not be negative", start=start)
         # Opaque items of half an entry, or a whole one, copy faster than bytes do, and need no common dtype.
         if entries is not None and k is None and v is None:
@@ -103,8 +104,8 @@ class PrefillTransfer(Transfer):
         self._check(layer)
         if row is not None:
             self._check_row(row)
-        last = self._longest if stop is None else min(stop, self._longest)
-        if start < 0 or (stop is not None and stop < start):
+        last = self._longest if stop is None else min(whole("stop", stop), self._longest)
+        if whole("start", start) < 0 or (stop is not None and stop < start):
             raise InvalidArgument(f"tokens [{start}, {stop}) are no range", start=start, stop=stop)
         self._ring(layer, start, last, row)
 
@@ -132,7 +133,10 @@ class PrefillTransfer(Transfer):
         Raises :class:`InvalidArgument` for a layer or numbers that make no sense.
         """
         self._check(layer)
-        array = np.ascontiguousarray(shares, np.float32)
+        try:
+            array = np.ascontiguousarray(shares, np.float32)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"a ranking has numbers of shape (rows, blocks): {error}", layer=layer) from None
         if array.ndim != 2 or len(array) != self.layout.rows:
             raise InvalidArgument(
                 f"a ranking has shape (rows, blocks), here ({self.layout.rows}, blocks), not {array.shape}",

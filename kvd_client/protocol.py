@@ -15,13 +15,14 @@ the channel buffers of :class:`Opened`.
 
 from __future__ import annotations
 
+import operator
 import struct
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgpack
 import msgspec
 
-from kvd_client.errors import ProtocolError
+from kvd_client.errors import InvalidArgument, ProtocolError
 from kvd_client.layouts import Placement, TensorMap
 from kvd_client.spec import KVSpec, MetadataSpec, TokenRange
 from kvd_client.statuses import (
@@ -380,7 +381,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def encode(message: Message) -> bytes:
     """A message as one frame; raises :class:`ProtocolError` if it exceeds :data:`MAX_FRAME`."""
-    body = _encode(message)
+    return _framed(message, _encode(message))
+
+
+def _framed(message: Message, body: bytes) -> bytes:
     if len(body) > MAX_FRAME:
         raise ProtocolError(
             f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit of {MAX_FRAME}; "
@@ -388,6 +392,37 @@ def encode(message: Message) -> bytes:
             size=len(body),
         )
     return LENGTH.pack(len(body)) + body
+
+
+def encode_request(message: Request) -> bytes:
+    """A process's request as one frame. Numbers of NumPy's or a tensor's become plain ones.
+
+    Raises :class:`InvalidArgument` naming the field that the daemon would refuse: it refuses by ending the connection,
+    and with it transfers that have nothing to do with the mistake; :class:`ProtocolError` as :func:`encode` does.
+    """
+    try:
+        body = _encode_numbers(message)
+        if len(body) <= MAX_FRAME:
+            decode_request(body)
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise InvalidArgument(f"{type(message).__name__} can't be sent: {error}") from None
+    except ProtocolError as error:
+        what = str(error.message).removeprefix(_WRONG).replace("`", "")
+        what, _, field = what.partition(" - at $.")
+        raise InvalidArgument(f"{field or type(message).__name__} can't be sent: {what}", field=field) from None
+    return _framed(message, body)
+
+
+def _plain_number(value: Any) -> int | float:
+    try:
+        return operator.index(value)
+    except TypeError:
+        if isinstance(value, SupportsFloat):
+            return float(value)
+        raise TypeError(f"{type(value).__name__} is no type that a request can have") from None
+
+
+_encode_numbers = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
 
 
 def unpack(body: bytes | bytearray | memoryview) -> Any:
@@ -414,6 +449,7 @@ def unpack(body: bytes | bytearray | memoryview) -> Any:
 _SMALL = 4096
 _request = msgspec.msgpack.Decoder(Request).decode
 _reply = msgspec.msgpack.Decoder(Reply).decode
+_WRONG = "a message of the wrong form: "
 _WRONG_FORM = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -426,7 +462,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
     try:
         return _request(body)
     except _WRONG_FORM as error:
-        raise ProtocolError(f"a message of the wrong form: {error}") from None
+        raise ProtocolError(f"{_WRONG}{error}") from None
 
 
 def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
@@ -437,7 +473,7 @@ def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
     try:
         return _reply(body)
     except _WRONG_FORM as error:
-        raise ProtocolError(f"a message of the wrong form: {error}") from None
+        raise ProtocolError(f"{_WRONG}{error}") from None
 
 
 _CONTAINERS = (dict, list)

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from kvd_client.arguments import deadline_of
 from kvd_client.arrays import Bytes
 from kvd_client.errors import DeadlineExceeded, InvalidArgument
 from kvd_client.fetch import FetchHandle
 from kvd_client.lanes import PendingSelection
-from kvd_client.transfer import Index, deadline_of
+from kvd_client.transfer import Index
 
 
 class Pending(Protocol):

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from kvd_client.arguments import whole
 from kvd_client.errors import InvalidArgument
 
 ALIGNMENT = 64
@@ -288,5 +289,5 @@ def _align(n: int) -> int:
 
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
+    if not low <= whole(name, value) <= high:
         raise InvalidArgument(f"{name} is {value}; it must be between {low} and {high}", field=name, value=value)

@@ -7,7 +7,6 @@ address by :class:`kvd_client.spec.PartLayout`.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -15,13 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvd_client.arguments import whole
 from kvd_client.arrays import Bytes
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, LeaseExpired, NotFound
 from kvd_client.parts import Part
-from kvd_client.protocol import (
-    Abort,
-)
+from kvd_client.protocol import Abort
 from kvd_client.spec import PartLayout
 
 if TYPE_CHECKING:
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
 Index = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.int8]
 Self = TypeVar("Self", bound="Transfer")
+
+_MAX_REASON = 1000
 
 
 class Transfer:
@@ -114,6 +114,7 @@ class Transfer:
         if self._part.released:
             return
         self._told = True
+        reason = reason[:_MAX_REASON].encode("utf-8", "backslashreplace").decode()
         with contextlib.suppress(DaemonLost, NotFound):
             self._connection.request(Abort(transfer=self._part.transfer, reason=reason))
 
@@ -152,17 +153,13 @@ class Transfer:
 
     def _check(self, layer: int) -> None:
         self._connection.check_part(self._part)
-        if not 0 <= layer < self.layout.layers:
+        if not 0 <= whole("layer", layer) < self.layout.layers:
             raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.layout.sequences:
+        if not 0 <= whole("row", row) < self.layout.sequences:
             raise InvalidArgument(f"row {row} of {self.layout.sequences} does not exist", row=row)
 
 
 def released_error(part: Part) -> LeaseExpired:
     return LeaseExpired(f"transfer {part.transfer} has been released; its memory is gone", transfer=part.transfer)
-
-
-def deadline_of(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
