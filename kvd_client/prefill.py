@@ -11,7 +11,7 @@ from kvd_client.arguments import deadline_of, whole
 from kvd_client.arrays import Bytes, items_of
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.parts import raise_if_failed
-from kvd_client.protocol import Finish, RankBlocks
+from kvd_client.protocol import RANK_WEIGHT, Finish, RankBlocks
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, EVENT_METADATA_READY, SLOT_DELIVERED
 from kvd_client.transfer import Transfer, released_error
 
@@ -122,7 +122,7 @@ class PrefillTransfer(Transfer):
             raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
         self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
 
-    def rank(self, layer: int, shares: Any, *, weight: float = 3 / 4) -> bool:
+    def rank(self, layer: int, shares: Any, *, weight: float = RANK_WEIGHT) -> bool:
         """Say what the prompt's last queries would select of a layer, which sorts what is unsent of it.
 
         ``shares``: (rows, blocks), for any number of blocks of equal size (relative positions, as profiles have them)

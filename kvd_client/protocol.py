@@ -187,6 +187,10 @@ class Fetch(Message, tag="fetch"):
     """int32, sum(counts) token positions."""
 
 
+RANK_WEIGHT = 0.85
+"""Of what queries select, against the profile, where nobody says otherwise (:mod:`kvd.importance.prompt`)."""
+
+
 class RankBlocks(Message, tag="rank_blocks"):
     """Source: what the prompt's last queries would select of a layer; sorts what is unsent of it. Answered by
     :class:`Ranked`."""

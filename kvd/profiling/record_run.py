@@ -38,7 +38,7 @@ def record(
     ``share`` of the tokens are selected in each step. Raises :class:`InvalidArgument` as the engine does.
     """
     from kvd_client.engines import selective
-    from kvd_client.engines.prompt import SHARE
+    from kvd_client.engines.prompt import AHEAD, SHARE
     from kvd_client.engines.transformers import spec_of
 
     spec, length = spec_of(model, model_id), len(prompt)
@@ -71,6 +71,7 @@ def record(
         length=length,
         steps=_packed(stepped),
         queries=_packed(queries),
+        asked_ahead=AHEAD,
     )
 
 
@@ -122,6 +123,8 @@ class Recording:
                 "made with",
                 file=str(path),
             )
+        from kvd_client.engines.prompt import AHEAD
+
         one = recorded.read(path)
         mine = {
             "selector": self.selector.name,
@@ -129,6 +132,7 @@ class Recording:
             "model": self.model_id,
             "share": self.share,
             "steps": self.steps,
+            "asked_ahead": AHEAD,
         }
         its = {name: getattr(one, name) for name in mine} | {
             "parameters": dict(one.parameters),

@@ -1,9 +1,8 @@
 """What one prompt really selected, kept: for comparing orders of sending without running a model again.
 
-A :class:`Recorded` has the selection of each decode step, and of each of the prompt's last queries as if it were a
-step, a bit for each (layer, KV head, token). One safetensors file holds one prompt, so that recording can go on where
-it stopped; 1,024 tokens of SmolLM2 with 16 steps and 16 queries take 370 KB. :mod:`kvd.profiling.record_run` makes
-them.
+A :class:`Recorded` has the selection of each decode step and of the prompt's last queries, as prefill asks them: a bit
+for each (layer, KV head, token). One safetensors file holds one prompt, so that recording can go on where it stopped;
+1,024 tokens of SmolLM2 with 16 steps and 17 queries take 380 KB. :mod:`kvd.profiling.record_run` makes them.
 
 **File, version 1.** Tensors ``steps`` (U8, (L, S, H, B)) and ``queries`` (U8, (L, W, H, B)), B = ceil(tokens / 8), bit
 t % 8 of byte t // 8 is token t; ``__metadata__`` has ``format`` (``kvd-recorded``), ``version`` and ``recorded``, a
@@ -56,7 +55,9 @@ class Recorded:
     """Tokens of the prompt."""
     steps: Bits
     queries: Bits
-    """The prompt's last query last."""
+    """The prompt's last query last, in its narrow selection too."""
+    asked_ahead: int = 0
+    """Over how many positions behind the prompt the queries were spread; 0: they were asked where they stand."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= MAX_TOKENS:
@@ -145,6 +146,7 @@ class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     share: float
     query_share: float
     length: int
+    asked_ahead: int = 0
 
 
 def write(recorded: Recorded, path: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ own makes the models build no mask at all; and a hook before ``self_attn`` sees 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import sys
@@ -120,8 +121,13 @@ class Ahead:
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
-        self._attention: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder.layers]
-        self._rotary = decoder.rotary_emb
+        self._attention: list[Any] = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
+        self._rotary: Any = getattr(decoder, "rotary_emb", None)
+        if self._rotary is None or not self._attention:
+            raise InvalidArgument(
+                f"{type(model).__name__} has no rotary positions that its queries could be told ahead with; choose a "
+                "selector that does not look ahead"
+            )
         self._types = getattr(text_config(model), "layer_types", None)
         if "layer_type" not in inspect.signature(self._rotary.forward).parameters:
             self._types = None
@@ -148,6 +154,38 @@ class Ahead:
                 lambda layer: self._query(layer, hidden, positions, kwargs["position_embeddings"]),
             )
 
+        with self._hooked(hook):
+            yield
+
+    @contextlib.contextmanager
+    def inputs(self, seen: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+        """While this lasts, ``seen(layer, hidden)`` gets each layer's attention input (rows, tokens, hidden size),
+        before its attention."""
+
+        def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            seen(module.layer_idx, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        with self._hooked(hook):
+            yield
+
+    def at(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """``query_of(layer, hidden)``: the post-RoPE query (rows, query heads, tokens, head dim) that a layer makes of
+        an attention input (rows, tokens, hidden size) which stands at ``positions`` (rows, tokens), wherever it stood.
+        """
+        rotary = copy.deepcopy(self._rotary)  # some grow with the positions that they have seen; the model's must not
+        known: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def query_of(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+            kind = None if self._types is None else self._types[layer]
+            if kind not in known:
+                where = positions.to(hidden.device)
+                known[kind] = rotary(hidden, where) if kind is None else rotary(hidden, where, kind)
+            return self._project(layer, hidden, known[kind])
+
+        return query_of
+
+    @contextlib.contextmanager
+    def _hooked(self, hook: Callable[[Any, Any, dict[str, Any]], None]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for module in self._attention:
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -156,12 +194,15 @@ class Ahead:
     def _query(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        module = self._attention[layer]
         if self._types is not None:  # windowed layers have other angles than full ones
             kind = self._types[layer]
             if kind not in self._positions:
                 self._positions[kind] = self._rotary(hidden, positions, kind)
             embeddings = self._positions[kind]
+        return self._project(layer, hidden, embeddings)
+
+    def _project(self, layer: int, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        module = self._attention[layer]
         query = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
         if hasattr(module, "q_norm"):
             query = module.q_norm(query)

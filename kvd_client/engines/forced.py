@@ -23,12 +23,13 @@ import torch
 from kvd_client.counters import ALWAYS_LAYERS
 from kvd_client.engines import _transformers_adapter as adapter
 from kvd_client.engines.local import shape_from
+from kvd_client.engines.prompt import SPAN, PromptQueries
 from kvd_client.engines.selective import entries_of
 from kvd_client.engines.transformers import run_prompts, spec_of
 from kvd_client.errors import InvalidArgument
 from kvd_client.selectors.base import Arrays, Chunk, Index, Selector, Shape
 
-__all__ = ["Forced", "LayerState", "PromptState", "forced", "prompt_state", "summaries"]
+__all__ = ["Forced", "LayerState", "PromptState", "asked", "forced", "prompt_state", "summaries"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +130,31 @@ def summaries(model: Any, state: PromptState, selector: Selector) -> list[Arrays
         if specs:
             selector.summarize(shape, Chunk(number, 0, layer.keys[None], layer.queries[None], {}), arrays)
         found.append(arrays)
+    return found
+
+
+def asked(
+    model: Any, state: PromptState, selector: Selector, *, metadata: Sequence[Arrays] | None = None
+) -> dict[int, list[Index]]:
+    """By layer, the KV indices that prefill ranks the prompt's blocks by (:class:`PromptQueries`), from the newest
+    tokens' queries; ``metadata`` as in :func:`forced`."""
+    shape = _shape(model, state)
+    metadata = summaries(model, state, selector) if metadata is None else metadata
+    found: dict[int, list[Index]] = {}
+    queries = PromptQueries(model, shape, selector, told=found.__setitem__)
+    windows = adapter.windows(model)
+    # The cache brings the state's own K and V, and only the tokens that are asked run again.
+    start = max(state.length - SPAN, 0)
+
+    def watch(layer: int, at: int, query: torch.Tensor) -> None:
+        if layer >= ALWAYS_LAYERS and not windows[layer]:
+            queries.add(layer, at, query, metadata[layer])
+
+    cache = adapter.PrefillCache(adapter.text_config(model), lambda layer, at, k, v: None)
+    for number, layer in enumerate(state.to(model.dtype).layers if start else ()):
+        cache.update(layer.keys[None, :, :start], layer.values[None, :, :start], number)
+    with queries.watching():
+        run_prompts(model, [state.tokens], cache, cached=start, watch=watch)
     return found
 
 

@@ -139,7 +139,7 @@ def prefill_selective(
     scratch: list[dict[str, Any]] = [{} for _ in windows]
     rank = getattr(transfer, "rank", None) if prompt_aware else None
     by_head = bool(getattr(transfer, "by_head", False))
-    asked = prompt.PromptQueries(shape, selector, rank=rank, told=on_queries, by_head=by_head)
+    asked = prompt.PromptQueries(model, shape, selector, rank=rank, told=on_queries, by_head=by_head)
 
     def attends(layer: int, start: int, queries: torch.Tensor | None) -> None:
         k, v = computed.pop(layer)
@@ -172,7 +172,8 @@ def prefill_selective(
         for layer, (k, v) in enumerate(layers):
             cache.update(k, v, layer)
             attends(layer, 0, None)
-    return run_prompts(model, prompts, cache, chunk=chunk, cached=cached, watch=attends)
+    with asked.watching():
+        return run_prompts(model, prompts, cache, chunk=chunk, cached=cached, watch=attends)
 
 
 def prefix_of(model: Any, tokens: Sequence[int], *, chunk: int | None = None) -> Prefix:

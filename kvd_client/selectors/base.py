@@ -272,9 +272,10 @@ def products(queries: torch.Tensor, keys: torch.Tensor, how: str) -> Scores:
     return each.unflatten(2, queries.shape[2:4]).amax(2).numpy()  # type: ignore[no-any-return]
 
 
-def check_reduce(how: str) -> None:
-    if how not in ("sum", "max"):
-        raise InvalidArgument(f"reduce is {how!r}; it must be 'sum' or 'max' over the query heads", reduce=how)
+def check_reduce(how: str, known: Sequence[str] = ("sum", "max")) -> None:
+    if how not in known:
+        listed = " or ".join(map(repr, known))
+        raise InvalidArgument(f"reduce is {how!r}; it must be {listed} over the query heads", reduce=how)
 
 
 def _rows(shape: Shape, x: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:

@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib")
 
 from kvd.cli.main import app
 from kvd.profiling import recorded
+from kvd_client.engines.prompt import AHEAD, QUERIES
 from tests.engine_models import model_folder
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -130,21 +131,29 @@ def test_selections_are_kept_as_recordings(finished: tuple[Path, dict[Path, int]
     paths = sorted((out / "work" / "cells").rglob("*.kvdrecorded"))
     assert len(paths) == 4
     one = recorded.read(paths[0])
-    assert (one.name, one.selector, one.length, one.step_count, one.query_count) == ("one", "exact", 400, 4, 128)
+    assert (one.name, one.selector, one.length, one.step_count, one.query_count) == (
+        "one",
+        "exact",
+        400,
+        4,
+        QUERIES + 1,
+    )
     assert one.step_mask().sum(axis=(0, 2, 3)).tolist() == [2 * 2 * 80] * 4  # layers, heads, a fifth of the prompt
-    # A query sees no later token, and the newest of all is always selected.
-    assert not one.query_mask()[:, 0, :, -127:].any()
-    assert one.query_mask()[2:, -1, :, -1].all()
+    assert one.asked_ahead == AHEAD
+    # All but the narrow selection, which is the last one, are a fifth of the prompt, and have the newest token.
+    assert one.query_mask().sum(axis=(0, 2, 3)).tolist() == [2 * 2 * 80] * QUERIES + [2 * 2 * 20]
+    assert one.query_mask()[2:, :, :, -1].all()
 
 
-def test_a_recording_of_fewer_queries_is_widened(
+def test_a_recording_whose_queries_stood_elsewhere_is_asked_anew(
     model: Path, texts: list[Path], finished: tuple[Path, dict[Path, int], Any]
 ) -> None:
     out, _, _ = finished
     path = min((out / "work" / "cells").rglob("*.kvdrecorded"))
     whole = recorded.read(path)
-    recorded.write(dataclasses.replace(whole, queries=whole.queries[:, -16:].copy()), path)
+    recorded.write(dataclasses.replace(whole, queries=whole.queries[:, -16:].copy(), asked_ahead=0), path)
     assert evaluate(model, texts, out).exit_code == 0
+    assert recorded.read(path).asked_ahead == AHEAD
     assert np.array_equal(recorded.read(path).queries, whole.queries)
     assert np.array_equal(recorded.read(path).steps, whole.steps)
 

@@ -159,6 +159,9 @@ def test_models_whose_queries_cant_be_told_are_refused() -> None:
     del model.model.layers[3].self_attn.q_proj
     with pytest.raises(InvalidArgument, match="layer 3 of LlamaForCausalLM"):
         adapter.Ahead(model)
+    config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    with pytest.raises(InvalidArgument, match="GPT2LMHeadModel has no rotary positions"):
+        adapter.Ahead(transformers.GPT2LMHeadModel(config))
 
 
 def test_weights_of_another_form_are_refused_before_anything_is_computed() -> None:

@@ -1,18 +1,32 @@
-"""What the prompt's last queries select: they are the right queries, whatever the chunks, and rank the blocks."""
+"""What the prompt's last queries select: asked as decode will ask, whatever the chunks, they rank the blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
 from kvd.profiling.record_run import record  # noqa: E402
-from kvd_client.engines import selective  # noqa: E402
-from kvd_client.engines.prompt import NARROW_SHARE, QUERIES, SHARE, shares_of  # noqa: E402
+from kvd_client.engines import _transformers_adapter as adapter  # noqa: E402
+from kvd_client.engines import forced, selective  # noqa: E402
+from kvd_client.engines.prompt import (  # noqa: E402
+    AHEAD,
+    NARROW_SHARE,
+    QUERIES,
+    SHARE,
+    SPAN,
+    TOKENS_PER_QUERY,
+    asked_tokens,
+    shares_of,
+)
 from kvd_client.engines.transformers import spec_of  # noqa: E402
+from kvd_client.errors import InvalidArgument  # noqa: E402
 from kvd_client.selectors import create  # noqa: E402
 from kvd_client.selectors.base import Shape  # noqa: E402
 from kvd_client.selectors.exact import Exact  # noqa: E402
@@ -38,6 +52,7 @@ class Ranked(selective.LocalTransfer):
         return layer < self.until
 
 
+@dataclasses.dataclass(frozen=True)
 class Remembering(Exact):
     """Keeps each query that it is asked for, by layer."""
 
@@ -68,19 +83,136 @@ def test_the_last_queries_whatever_the_chunks(chunk: int | None) -> None:
             assert np.mean([np.isin(a, b).mean() for a, b in zip(mine, its, strict=True)]) > 0.95
 
 
-def test_the_last_query_is_that_of_a_decode_step_with_the_same_token() -> None:
-    """Had the prompt been one token shorter, and everything been selected, the first step would have asked the same."""
-    model, selector, (prompt,) = random_model("llama-gqa"), Remembering(), random_prompts(60)
-    whole = Ranked(spec_of(model), [60], selector)
-    selective.prefill_selective(model, [prompt], whole, selector)
-    asked = {layer: queries[-1] for layer, queries in selector.queries.items()}
+def rotated(query: Any, positions: Any, theta: float) -> Any:
+    """RoPE in float64: (heads, tokens, head dim) at positions (tokens,)."""
+    half = query.shape[-1] // 2
+    angle = np.asarray(positions)[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = (np.concatenate([f(angle)] * 2, 1) for f in (np.cos, np.sin))
+    return query * cos + np.concatenate([-query[..., half:], query[..., :half]], -1) * sin
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma3"])
+def test_queries_ask_from_the_next_positions_as_decode_projects_them(name: str, ahead: bool) -> None:
+    model, lengths, selector = random_model(name), [150, 133], Remembering(ahead=ahead)
+    inputs: dict[int, list[Any]] = {}
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.setdefault(module.layer_idx, []).append(kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+        for layer in model.model.layers
+    ]
     selector.queries.clear()
-    short = Ranked(spec_of(model), [59], selector)
-    selective.prefill_selective(model, [prompt[:-1]], short, selector, prompt_aware=False)
-    assert not selector.queries
-    list(selective.decode_selective(model, [prompt[-1]], short, selector, share=1.0, max_new_tokens=2, mode="full"))
-    for layer in (2, 3):
-        torch.testing.assert_close(selector.queries[layer][0], asked[layer], rtol=1e-4, atol=1e-5)
+    transfer = Ranked(spec_of(model), lengths, selector)
+    selective.prefill_selective(model, random_prompts(*lengths), transfer, selector, chunk=37)
+    for hook in hooks:
+        hook.remove()
+    windows = adapter.windows(model)
+    wanted = [layer for layer in range(2, len(windows)) if not windows[layer]]
+    assert sorted(selector.queries) == wanted
+    theta = model.config.rope_parameters
+    theta = theta.get("full_attention", theta)["rope_theta"]
+    tokens = asked_tokens(lengths, 0).numpy()
+    for layer in wanted:
+        module = model.model.layers[layer].self_attn
+        hidden = torch.cat(inputs[layer - ahead], 1).detach().double().numpy()
+        asked = torch.cat(selector.queries[layer], 2).numpy()
+        for row, length in enumerate(lengths):
+            q = hidden[row, tokens[row]] @ module.q_proj.weight.detach().double().numpy().T
+            q = q.reshape(QUERIES, -1, module.head_dim)
+            if hasattr(module, "q_norm"):
+                q = module.q_norm(torch.from_numpy(q).float()).detach().double().numpy()
+            q = np.concatenate([q, q[-1:]]).transpose(1, 0, 2)
+            golden = (5**0.5 - 1) / 2
+            # From the newest on; the narrow selection, which is the last one, asks from the next position.
+            to = [length + int(AHEAD * (golden * at % 1)) for at in range(QUERIES, 0, -1)] + [length]
+            np.testing.assert_allclose(asked[row], rotated(q, to, theta), rtol=1e-3, atol=1e-3)
+    selector.queries.clear()
+
+
+def test_prefill_computes_the_same_bits_whoever_watches() -> None:
+    model, (prompt,) = random_model("gemma3"), random_prompts(90)
+    logits = [
+        selective.prefill_selective(
+            model, [prompt], Ranked(spec_of(model), [90], selector), selector, prompt_aware=aware
+        ).logits
+        for selector in (create("quest"), create("quest", ahead=True))
+        for aware in (True, False)
+    ]
+    assert all(torch.equal(each, logits[0]) for each in logits)
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+
+
+def _refused(*_: Any) -> None:
+    raise InvalidArgument("no projection")
+
+
+def _broken(*_: Any) -> Any:
+    def query_of(layer: int, hidden: Any) -> Any:
+        raise RuntimeError("sizes do not match")
+
+    return query_of
+
+
+def _unlike(self: Any, positions: Any) -> Any:
+    """As if the layer had its positions from elsewhere, or none."""
+    usual = AT(self, positions + 7)
+    return lambda layer, hidden: usual(layer, hidden)
+
+
+AT = adapter.Ahead.at
+
+
+@pytest.mark.parametrize(("name", "fault"), [("__init__", _refused), ("at", _broken), ("at", _unlike)])
+def test_queries_of_other_models_are_asked_where_they_stand(
+    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, selector, (prompt,) = random_model("llama-gqa"), Remembering(), random_prompts(140)
+    state = forced.prompt_state(model, prompt)
+    monkeypatch.setattr(adapter.Ahead, name, fault)
+    selector.queries.clear()
+    transfer = Ranked(spec_of(model), [140], selector)
+    selective.prefill_selective(model, [prompt], transfer, selector)
+    assert sorted(transfer.rankings) == [2, 3]
+    tokens = asked_tokens([140], 0)[0]
+    for layer, queries in selector.queries.items():
+        expected = state.layers[layer].queries[:, [*tokens.tolist(), 139]]
+        torch.testing.assert_close(torch.cat(queries, 2)[0], expected, rtol=1e-4, atol=1e-5)
+    selector.queries.clear()
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=3), st.data())
+def test_asked_tokens_end_at_the_newest_and_lie_ever_farther_apart(lengths: list[int], data: Any) -> None:
+    start = data.draw(st.integers(0, min(lengths) - 1))
+    tokens = asked_tokens(lengths, start)
+    room = min(lengths) - start
+    assert tokens.shape == (len(lengths), min(QUERIES, max(1, room // TOKENS_PER_QUERY)))
+    for length, row in zip(lengths, tokens.tolist(), strict=True):
+        assert row[-1] == length - 1
+        assert row[0] >= start
+        assert row[0] == length - min(room, SPAN) or len(row) == 1
+        steps = np.diff(row)
+        assert (steps >= 1).all()
+        assert (np.diff(steps) <= 1).all()  # rounded
+
+
+def test_a_recorded_prompt_is_asked_as_prefill_asks() -> None:
+    model, (prompt,) = random_model("gemma3"), random_prompts(200)
+    for selector in (create("quest"), create("quest", ahead=True)):
+        told: dict[int, Any] = {}
+        transfer = Ranked(spec_of(model), [200], selector)
+        selective.prefill_selective(model, [prompt], transfer, selector, on_queries=told.__setitem__)
+        found = forced.asked(model, forced.prompt_state(model, prompt), selector)
+        assert sorted(found) == sorted(told) == [2, 5]
+        for layer, indices in told.items():
+            assert [len(each[0]) for each in found[layer]] == [len(each[0]) for each in indices]
+            same = [
+                np.isin(a, b).mean()
+                for one, other in zip(found[layer], indices, strict=True)
+                for a, b in zip(one, other, strict=True)
+            ]
+            assert np.mean(same) > 0.95
 
 
 def test_windowed_layers_are_not_ranked() -> None:
@@ -89,24 +221,23 @@ def test_windowed_layers_are_not_ranked() -> None:
     assert sorted(transfer.rankings) == [2, 5]
 
 
-@pytest.mark.parametrize(("tokens", "asked"), [(1, 1), (5, 1), (16, 2), (40, 4), (128, 16)])
+@pytest.mark.parametrize(("tokens", "asked"), [(1, 1), (5, 1), (16, 2), (40, 5), (128, 16)])
 def test_a_short_question_about_a_cached_document_has_few_queries(tokens: int, asked: int) -> None:
-    """As many as a bounded share of its prefill pays for, evenly among the last ones, the very last among them;
-    that one is asked twice."""
+    """As many as a bounded share of its prefill pays for, the very last among them; that one is asked twice."""
     model, selector = random_model("llama-gqa"), Remembering()
     document, question = random_prompts(70, tokens)
     told: dict[int, Any] = {}
     transfer = Ranked(spec_of(model), [70 + tokens], selector)
     prefix = selective.prefix_of(model, document)
     prompt = [document + question]
+    selector.queries.clear()
     selective.prefill_selective(model, prompt, transfer, selector, prefix=prefix, on_queries=told.__setitem__)
     assert {layer: len(indices) for layer, indices in told.items()} == {2: asked + 1, 3: asked + 1}
-    few, all_ = selector.queries[2], []
-    torch.testing.assert_close(few[-1], few[-2])
+    few = selector.queries[2]
     selector.queries.clear()
     selective.prefill_selective(model, prompt, transfer, selector, on_queries=told.__setitem__)
-    all_ = selector.queries[2]
-    torch.testing.assert_close(few[-1], all_[-1], rtol=1e-4, atol=1e-5)
+    for mine, its in zip(few[-2:], selector.queries[2][-2:], strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
     selector.queries.clear()
 
 

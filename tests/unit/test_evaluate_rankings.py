@@ -10,6 +10,7 @@ import pytest
 
 from kvd.blocks import block_of
 from kvd.importance.matrix import ImportanceMatrix
+from kvd.importance.prompt import WEIGHT
 from kvd.profiling.evaluate import rankings
 from kvd.profiling.evaluate.statistics import Mean, interval, no_worse
 from kvd.profiling.recorded import Recorded, pack
@@ -136,14 +137,12 @@ def test_prompt_aware_is_the_mean_of_profile_and_queries() -> None:
     one = recorded(5)
     counts = rankings.Counts.of(one, 23)
     known = rankings.profile([rankings.Counts.of(recorded(6), 23), rankings.Counts.of(recorded(7), 23)])
-    found, wide = rankings.prompt_aware(known, counts), rankings.prompt_aware_wide(known, counts)
+    found = rankings.prompt_aware(known, counts)
     queries = one.query_mask()
     for layer in range(2, LAYERS):
-        c1, c16, all_of_them = queries[layer, -1].astype(float), queries[layer, -16:].mean(0), queries[layer].mean(0)
-        for values, asked in ((found, (c1 + 2 * c16) / 3), (wide, (c1 + c16 + all_of_them) / 3)):
-            scaled = asked * known[layer].mean() / asked.mean()  # on the profile's scale
-            assert values[layer] == pytest.approx((known[layer] + 3 * scaled) / 4, rel=1e-5)
-    assert not np.allclose(found, wide)
+        asked = (queries[layer, -1].astype(float) + 2 * queries[layer].mean(0)) / 3
+        scaled = asked * known[layer].mean() / asked.mean()  # on the profile's scale
+        assert found[layer] == pytest.approx((1 - WEIGHT) * known[layer] + WEIGHT * scaled, rel=1e-5)
 
 
 def test_profiles_are_frequencies_and_learning_forgets_by_half() -> None:

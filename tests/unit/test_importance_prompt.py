@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ImportanceMatrix, resampled_columns
-from kvd.importance.prompt import Scale, combined, mixed
+from kvd.importance.prompt import WEIGHT, Scale, combined, mixed
 
 SHARES = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=12), elements=st.floats(0, 1, width=32)
@@ -21,7 +21,7 @@ def test_the_formula_of_equal_means() -> None:
     profile = np.array([0.4, 0.2, 0.0, 0.2], np.float32)
     first, all_ = np.array([[1.0, 0, 0, 0]], np.float32), np.array([[0.25, 0.25, 0.5, 0.0]], np.float32)
     found = combined(profile, mixed(0.8 * first, 0.8 * all_))
-    np.testing.assert_allclose(found, (profile + 0.8 * first + 1.6 * all_) / 4, rtol=1e-6)
+    np.testing.assert_allclose(found, 0.15 * profile + 0.85 * (0.8 * first + 1.6 * all_) / 3, rtol=1e-6)
 
 
 def test_shares_are_brought_to_the_profiles_mean() -> None:
@@ -38,7 +38,7 @@ def test_who_knows_nothing_leaves_it_to_the_other() -> None:
     assert combined(None, shares) is shares
     assert combined(np.zeros(4, np.float32), shares) is shares
     profile = np.array([0.1, 0.1, 0.2, 0.0], np.float32)
-    np.testing.assert_allclose(combined(profile, 0 * shares), [profile / 4])
+    np.testing.assert_allclose(combined(profile, 0 * shares), [(1 - WEIGHT) * profile], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

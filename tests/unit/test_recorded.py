@@ -33,6 +33,7 @@ def some(length: int = 37, *, layers: int = 4, steps: int = 3, queries: int = 5,
         length=length,
         steps=pack(masks[0]),
         queries=pack(masks[1]),
+        asked_ahead=64,
     )
 
 
@@ -40,7 +41,7 @@ def test_a_file_gives_it_back(tmp_path: Path) -> None:
     one, path = some(), tmp_path / "one.kvdrecorded"
     recorded.write(one, path)
     found = recorded.read(path)
-    for field in ("name", "selector", "parameters", "model", "share", "query_share", "length"):
+    for field in ("name", "selector", "parameters", "model", "share", "query_share", "length", "asked_ahead"):
         assert getattr(found, field) == getattr(one, field)
     np.testing.assert_array_equal(found.steps, one.steps)
     np.testing.assert_array_equal(found.queries, one.queries)

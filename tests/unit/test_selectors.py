@@ -30,6 +30,7 @@ SCORING: list[tuple[str, dict[str, Any]]] = [
     ("hata", {"bits": 256, "seed": 3}),
     ("exact", {}),
     ("exact", {"reduce": "max"}),
+    ("exact", {"reduce": "softmax"}),
 ]
 
 
@@ -76,6 +77,9 @@ class Scene:
         s: Any = self.selector
         if s.name == "exact":
             each = queries @ keys[token] / np.sqrt(keys.shape[1])
+            if s.reduce == "softmax":
+                every = np.exp(queries @ keys.T / np.sqrt(keys.shape[1]))
+                return float((np.exp(each) / every.sum(1)).sum())
             return float(each.sum() if s.reduce == "sum" else each.max())
         if s.name == "quest":
             page = keys[token // s.page * s.page :][: s.page].astype(np.float16).astype(np.float64)
@@ -300,6 +304,7 @@ def test_selectors_are_written_with_parameters() -> None:
         ("quest", {"page": 0}),
         ("quest", {"reduce": "mean"}),
         ("exact", {"reduce": ""}),
+        ("quest", {"reduce": "softmax"}),
         ("hata", {"bits": 100}),
         ("hata", {"bits": -64}),
         ("infinigen", {"columns": 0.0}),

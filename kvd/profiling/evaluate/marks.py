@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ CLOSES = (
     ("block", "causal", 0.50),
     ("head", "global", 0.95),
 )
-AWARE = ("prompt-aware", "prompt-aware-wide")
+AWARE = "prompt-aware"
 """Held to that, with half and with a quarter sent."""
 SENT = ("0.5", "0.25")
 
@@ -96,12 +95,12 @@ def _selected(recall: Mapping[str, Any], label: str) -> str:
 def _gap_marks(on_demand: Mapping[str, Any]) -> Iterator[Mark]:
     for label, lengths in on_demand.items():
         figures = lengths.get("all") or next(iter(lengths.values()))
-        for (unit, order, least), name in itertools.product(CLOSES, AWARE):
+        for unit, order, least in CLOSES:
             values, texts = [], []
             for share in SENT:
                 here = figures[unit][order][share]
-                base = CLOSERS[name]
-                closed, ratio = here["closed"][name], here["ratio"]
+                base = CLOSERS[AWARE]
+                closed, ratio = here["closed"][AWARE], here["ratio"]
                 optimal = figures["block"][order][share]["ratio"]["optimal"]["mean"]
                 start = figures["block"][order][share]["ratio"][base]["mean"]
                 values.append(closed["share"])
@@ -109,10 +108,10 @@ def _gap_marks(on_demand: Mapping[str, Any]) -> Iterator[Mark]:
                 early = "" if closed["early"] is None else f", {closed['early']:.0%} in the first {EARLY} steps"
                 part = "-" if closed["share"] is None else f"{closed['share']:.0%}"
                 texts.append(
-                    f"{share} sent: {part}{between}{early} ({start:.3f} to {ratio[name]['mean']:.3f} of {optimal:.3f})"
+                    f"{share} sent: {part}{between}{early} ({start:.3f} to {ratio[AWARE]['mean']:.3f} of {optimal:.3f})"
                 )
             yield Mark(
-                f"{label}: {name} closes {least:.0%} of the gap from profile to optimal, "
+                f"{label}: {AWARE} closes {least:.0%} of the gap from profile to optimal, "
                 f"{order} order, a unit per {'layer, KV head and block' if unit == 'head' else 'layer and block'}",
                 None if None in values else all(value >= least for value in values),
                 "; ".join(texts),

@@ -17,8 +17,8 @@ import torch
 from kvd.profiling.evaluate.plan import Hidden, Question, Settings
 from kvd.profiling.evaluate.store import replacing
 from kvd.profiling.recorded import Recorded, pack
-from kvd_client.counters import ALWAYS_LAYERS
-from kvd_client.engines.forced import LayerState, PromptState, forced, prompt_state, summaries
+from kvd_client.engines.forced import LayerState, PromptState, asked, forced, prompt_state, summaries
+from kvd_client.engines.prompt import AHEAD
 from kvd_client.selectors.base import Index, Selector
 
 
@@ -97,14 +97,15 @@ class TextRuns:
             query_share=record.query_share,
             length=state.length,
             steps=pack(mask),
-            queries=pack(self._queries(selector, metadata, record)),
+            queries=pack(self._queries(selector, metadata)),
+            asked_ahead=AHEAD,
         )
         return values, recorded
 
-    def widened(self, selector: Selector, recorded: Recorded, settings: Settings) -> Recorded:
-        """A recording of this prompt with as many of its last queries as are wanted now."""
+    def asked_anew(self, selector: Selector, recorded: Recorded) -> Recorded:
+        """A recording of this prompt whose queries were asked in another way, with those that are asked now."""
         metadata = summaries(self._model, self._state, selector)
-        return dataclasses.replace(recorded, queries=pack(self._queries(selector, metadata, settings)))
+        return dataclasses.replace(recorded, queries=pack(self._queries(selector, metadata)), asked_ahead=AHEAD)
 
     def _values(self, found: torch.Tensor, share: float) -> dict[str, Any]:
         assert self._full is not None
@@ -115,24 +116,15 @@ class TextRuns:
             "selected": round(share, 5),
         }
 
-    def _queries(self, selector: Selector, metadata: Any, settings: Settings) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """What each of the prompt's last queries would select of what it can see: bool (layers, queries, KV heads,
-        tokens)."""
-        from kvd_client.engines.local import shape_from
-        from kvd_client.engines.selective import entries_of
-        from kvd_client.engines.transformers import spec_of
-
+    def _queries(self, selector: Selector, metadata: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """What the prompt's last queries select as prefill asks them: bool (layers, queries, KV heads, tokens)."""
         state = self._state
-        count = min(settings.queries, state.length)
-        shape = shape_from(spec_of(self._model), [state.length])
-        wanted = entries_of([state.length], settings.query_share)
-        mask = np.zeros((len(state.layers), count, shape.kv_heads, state.length), bool)
-        for layer in range(ALWAYS_LAYERS, len(state.layers)):
-            queries = state.layers[layer].queries[None, :, state.length - count :]
-            found = selector.select_many(shape, queries, metadata[layer], wanted, layer=layer, steps=[0] * count)
-            for number, index in enumerate(found):
+        found = asked(self._model, state, selector, metadata=metadata)
+        count = max(map(len, found.values()), default=0)
+        mask = np.zeros((len(state.layers), count, state.layers[0].keys.shape[0], state.length), bool)
+        for layer, indices in found.items():
+            for number, index in enumerate(indices):
                 _mark(mask[layer, number], index)
-                mask[layer, number, :, state.length - count + number + 1 :] = False
         return mask
 
 

@@ -90,20 +90,14 @@ class Settings:
 
     steps: int = 64
     """Tokens behind each prompt that are run, the same number of decode steps."""
-    queries: int = 128
-    """The prompt's last queries whose selections are recorded."""
     query_share: float = 0.2
-    """Of the prompt, what those select."""
+    """Of the prompt, what its last queries select, as prefill asks them."""
     calibration: str = "code"
     """The domain that weights and profiles are made from."""
     seed: int = 0
 
     def fields(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-    def identity(self) -> dict[str, Any]:
-        """Without what can be added to results that are there."""
-        return {name: value for name, value in self.fields().items() if name != "queries"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

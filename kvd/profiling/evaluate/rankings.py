@@ -34,8 +34,6 @@ Sent = npt.NDArray[np.bool_]
 
 SENT = (0.5, 0.25, 0.1)
 ORDERS = ("global", "causal")
-WINDOW = 16
-"""Queries of c_16."""
 EARLY = 16
 """Steps: after about as many, speculation has sent the rest of a transfer."""
 
@@ -50,25 +48,21 @@ class Counts:
     """Selections in all decode steps; ``early`` in the first :data:`EARLY` of them, ``first`` in the very first."""
     early: Values
     first: Values
-    last: Values
-    """c_1: the share of a block's tokens that the prompt's last query selected; ``window``: c_16, of the last 16;
-    ``wide``: of all that were recorded."""
-    window: Values
-    wide: Values
+    asked: Values
+    """(c_1 + 2 c_w) / 3 of the prompt's last queries, as prefill hands it to the daemon."""
     step_count: int
 
     @classmethod
     def of(cls, recorded: Recorded, blocks: int) -> Counts:
         """``blocks`` a layer, fewer where the prompt has fewer tokens."""
         blocks = min(blocks, recorded.length)
+        every = recorded.shares(recorded.query_count, blocks, heads=True)
         return cls(
             tokens=np.diff(block_bounds(recorded.length, blocks)).astype(np.float64),
             steps=recorded.counts(blocks, heads=True).astype(np.float64),
             early=recorded.counts(blocks, steps=slice(0, EARLY), heads=True).astype(np.float64),
             first=recorded.counts(blocks, steps=0, heads=True).astype(np.float64),
-            last=recorded.shares(1, blocks, heads=True),
-            window=recorded.shares(min(WINDOW, recorded.query_count), blocks, heads=True),
-            wide=recorded.shares(recorded.query_count, blocks, heads=True),
+            asked=mixed(recorded.shares(1, blocks, heads=True), every),
             step_count=recorded.step_count,
         )
 
@@ -94,18 +88,9 @@ def learnt(start: Values, prompts: Sequence[Counts], half_life: float) -> Values
 
 
 def prompt_aware(known: Values, counts: Counts) -> Values:
-    """F = (d + c_1 + 2 c_16) / 4 as the daemon ranks by it (:mod:`kvd.importance.prompt`), of the profile d; all
-    (layers, KV heads, blocks). Here c_1 is of a selection as wide as those of the window."""
-    return _combined(known, mixed(counts.last, counts.window))
-
-
-def prompt_aware_wide(known: Values, counts: Counts) -> Values:
-    """(d + c_1 + c_16 + c_w) / 4 with all w queries that were recorded."""
-    return _combined(known, (counts.last + counts.window + counts.wide) / 3)
-
-
-def _combined(known: Values, asked: Values) -> Values:
-    shares = asked.reshape(len(known), 1, -1).astype(np.float32)
+    """F, the profile d and the prompt's queries, as the daemon ranks by it (:mod:`kvd.importance.prompt`); all
+    (layers, KV heads, blocks)."""
+    shares = counts.asked.reshape(len(known), 1, -1).astype(np.float32)
     profiles = known.reshape(len(known), -1).astype(np.float32)
     found = [combined(mine, its)[0] for mine, its in zip(profiles, shares, strict=True)]
     return np.stack(found).reshape(known.shape).astype(np.float64)

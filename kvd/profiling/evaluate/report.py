@@ -72,6 +72,6 @@ def identity(folder: Path, settings: Settings, domains: Sequence[Domain]) -> dic
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return {
         "model": {"name": folder.name, "digest": digest.hexdigest()[:16]},
-        "settings": settings.identity(),
+        "settings": settings.fields(),
         "texts": digests(domains),
     }

@@ -19,17 +19,14 @@ from kvd.profiling.evaluate.statistics import Mean, interval
 from kvd.profiling.evaluate.store import Store
 
 RANKINGS = (
-    *("sequential", "random", "streaming", "profile", "prompt-aware", "prompt-aware-wide", "learnt", "learnt+prompt"),
-    *("profile-others", "prompt-aware-others", "prompt-aware-wide-others", "optimal"),
+    *("sequential", "random", "streaming", "profile", "prompt-aware", "learnt", "learnt+prompt"),
+    *("profile-others", "prompt-aware-others", "optimal"),
 )
 """``profile`` is the calibration domain's, ``profile-others`` that of all domains but the tested one; ``prompt-aware``
-is F on top of them, ``prompt-aware-wide`` with more queries. ``learnt`` began as ``profile`` and has seen the tested
-domain's other prompts."""
+is F on top of them. ``learnt`` began as ``profile`` and has seen the tested domain's other prompts."""
 CLOSERS = {
     "prompt-aware": "profile",
-    "prompt-aware-wide": "profile",
     "prompt-aware-others": "profile-others",
-    "prompt-aware-wide-others": "profile-others",
     "learnt": "profile",
     "learnt+prompt": "profile",
 }
@@ -169,19 +166,16 @@ def _known(one: Prompt, prompts: Sequence[Prompt], settings: Settings) -> dict[s
     profile, pooled = rankings.profile(calibration), rankings.profile(others)
     learnt = rankings.learnt(profile, own, HALF_LIFE)
     aware = functools.partial(rankings.prompt_aware, counts=one.counts)
-    wide = functools.partial(rankings.prompt_aware_wide, counts=one.counts)
     return {
         "sequential": rankings.sequential(one.counts),
         "random": rankings.at_random(one.counts, settings.seed + one.place.number),
         "streaming": rankings.streaming(one.counts),
         "profile": profile,
         "prompt-aware": aware(profile),
-        "prompt-aware-wide": wide(profile),
         "learnt": learnt,
         "learnt+prompt": aware(learnt),
         "profile-others": pooled,
         "prompt-aware-others": aware(pooled),
-        "prompt-aware-wide-others": wide(pooled),
     }
 
 

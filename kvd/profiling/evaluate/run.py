@@ -13,6 +13,7 @@ from kvd.profiling.evaluate.plan import FULL, Place, Tokens, Variant, Work
 from kvd.profiling.evaluate.store import Store
 from kvd.profiling.files import replace_file
 from kvd_client import selectors
+from kvd_client.engines.prompt import AHEAD
 from kvd_client.selectors import Selector
 from kvd_client.selectors import weights as weight_files
 
@@ -91,10 +92,9 @@ class Runner:
         return self._store.cell(place, kind, variant.label, self.parameters(variant))
 
     def _recorded(self, place: Place, variant: Variant) -> bool:
-        """Whether its selections are kept, of as many queries as are wanted."""
+        """Whether its selections are kept, those of queries as prefill asks them today."""
         path = self._store.recorded(place, variant.label)
-        wanted = min(self._tokens.settings.queries, place.length)
-        return path.is_file() and recordings.read(path).query_count >= wanted
+        return path.is_file() and recordings.read(path).asked_ahead == AHEAD
 
     def _texts(self, place: Place, missing: Sequence[Variant]) -> Any:
         prompt, behind = self._tokens.text(place)
@@ -103,7 +103,7 @@ class Runner:
         for variant in missing:
             selector, path = self.selector(variant), self._store.recorded(place, variant.label)
             if selector is not None and path.is_file() and self._cell(place, "text", variant) is not None:
-                recordings.write(runs.widened(selector, recordings.read(path), self._tokens.settings), path)
+                recordings.write(runs.asked_anew(selector, recordings.read(path)), path)
                 yield
                 continue
             record = self._tokens.settings if variant in self._work.recorded else None
