@@ -54,7 +54,8 @@ class Codec:
                 codec=self.name,
                 elements=elements,
             )
-        return kvd_kernels.block_page_bytes(elements, self.magnitude_bits)
+        nbytes: int = kvd_kernels.block_page_bytes(elements, self.magnitude_bits)
+        return nbytes
 
 
 CODECS = MappingProxyType(
