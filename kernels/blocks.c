@@ -1,5 +1,6 @@
-/* Tenstorrent's block formats: sixteen elements share an exponent. A page of n elements is n / 16 exponents and then n
- * elements of sign and magnitude, 8 bits each or 4 (the first in the low nibble); kernels/reference.py defines the rounding.
+/* Tenstorrent's block formats: sixteen elements share an exponent. A page of n elements is n / 16 exponents, zeros up to a
+ * multiple of 16 bytes, and then n elements of sign and magnitude, 8 bits each or 4 (the first in the low nibble);
+ * kernels/reference.py defines the rounding.
  */
 #include "native.h"
 
@@ -9,6 +10,7 @@ typedef struct {
     const char *source;
     char *target;
     size_t pages, rows;   /* rows of sixteen in a page */
+    size_t lead;          /* bytes of a block page before its elements */
     size_t page, stride;  /* bytes of a block page, and from one to the next where they are written */
     const int64_t *places; /* of block pages that are read; each read once where it is used */
     uint64_t last;
@@ -171,7 +173,8 @@ AVX2 INLINE void decode_row_avx2(char *to, const char *exponent_at, const char *
             const char *from = p->source + page * p->rows * plain;                                                \
             char *to = p->target + page * p->stride;                                                              \
             for (size_t row = 0; row < p->rows; row++)                                                            \
-                encode_row_##SUFFIX(to + row, to + p->rows + row * small, from + row * plain, magnitude, wide);   \
+                encode_row_##SUFFIX(to + row, to + p->lead + row * small, from + row * plain, magnitude, wide);   \
+            memset(to + p->rows, 0, p->lead - p->rows);                                                           \
             memset(to + p->page, 0, p->stride - p->page);                                                         \
         }                                                                                                         \
     }                                                                                                             \
@@ -184,7 +187,7 @@ AVX2 INLINE void decode_row_avx2(char *to, const char *exponent_at, const char *
             const char *from = p->source + place;                                                                 \
             char *to = p->target + page * p->rows * plain;                                                        \
             for (size_t row = 0; row < p->rows; row++)                                                            \
-                decode_row_##SUFFIX(to + row * plain, from + row, from + p->rows + row * small, magnitude, wide); \
+                decode_row_##SUFFIX(to + row * plain, from + row, from + p->lead + row * small, magnitude, wide); \
         }                                                                                                         \
         return -1;                                                                                                \
     }                                                                                                             \
@@ -211,7 +214,8 @@ static int read_form(Pages *p, Py_ssize_t elements, Py_ssize_t plain, uint64_t *
 {
     if (elements <= 0 || elements % ROW || (p->magnitude != 7 && p->magnitude != 3) || (plain != 2 && plain != 4)) return 0;
     p->rows = (size_t)elements / ROW;
-    p->page = p->rows + (size_t)elements * ((size_t)p->magnitude + 1) / 8;
+    p->lead = (p->rows + ROW - 1) / ROW * ROW;
+    p->page = p->lead + (size_t)elements * ((size_t)p->magnitude + 1) / 8;
     p->wide = plain == 4;
     return !__builtin_mul_overflow((uint64_t)elements * (uint64_t)plain, (uint64_t)p->pages, plain_bytes);
 }

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import checks, native
-from .reference import BLOCK_ROW
+from .reference import BLOCK_ROW, block_lead_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
@@ -19,14 +19,14 @@ Plain = Literal["bf16", "f32"]
 
 
 def block_page_bytes(elements: int, magnitude: int) -> int:
-    """Bytes of a block page: an exponent for sixteen elements, then the elements, a sign and `magnitude` bits each.
-    Raises ValueError for numbers that are none of a page."""
+    """Bytes of a block page: an exponent for sixteen elements, zeros up to a multiple of 16 bytes, then the elements, a
+    sign and `magnitude` bits each. Raises ValueError for numbers that are none of a page."""
     if elements <= 0 or elements % BLOCK_ROW or magnitude not in BITS:
         raise ValueError(
             f"a page of {elements} elements with {magnitude} bits of magnitude is none of a block format; pass a "
             f"multiple of {BLOCK_ROW}, and 7 (bfp8_b) or 3 (bfp4_b)"
         )
-    return elements // BLOCK_ROW + elements * (magnitude + 1) // 8
+    return block_lead_bytes(elements) + elements * (magnitude + 1) // 8
 
 
 def encode_bfp(

@@ -268,17 +268,18 @@ def zero(target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int:
 
 def encode_bfp(values: Bytes, plain_bytes: int, magnitude: int, elements: int, out: Bytes, stride: int) -> int:
     """Pages of `elements` bf16 or f32 elements (2 or 4 `plain_bytes`), one behind the other, as block pages `stride`
-    apart; what lies between pages becomes zero. For each row of sixteen elements:
+    apart. What lies between pages becomes zero, as does what a page has between exponents and elements. For each row
+    of sixteen elements:
 
     - the shared exponent is the largest; denormals count as zero;
     - the 24-bit mantissa, hidden bit included, is cut at the shared exponent, then rounded half to even to `magnitude`
       bits (7 or 3), and saturates;
     - a magnitude of zero has no sign; infinity and NaN are numbers like any others, with exponent 255.
     """
-    rows = elements // BLOCK_ROW
-    page = rows + elements * (magnitude + 1) // 8
+    rows, lead = elements // BLOCK_ROW, block_lead_bytes(elements)
+    page = lead + elements * (magnitude + 1) // 8
     result, given = out.reshape(-1, stride), values.reshape(-1, elements * plain_bytes)
-    result[:, page:] = 0
+    result[:, rows:lead] = result[:, page:] = 0
     for at in range(0, len(given), PAGES_AT_ONCE):
         # Values need not be aligned; the copy is.
         bits = np.ascontiguousarray(given[at : at + PAGES_AT_ONCE]).view(f"u{plain_bytes}").astype(np.uint32)
@@ -287,7 +288,7 @@ def encode_bfp(values: Bytes, plain_bytes: int, magnitude: int, elements: int, o
         target = result[at : at + PAGES_AT_ONCE]
         target[:, :rows] = shared
         small = small.reshape(-1, elements)
-        target[:, rows:page] = small if magnitude == 7 else small[:, 0::2] | small[:, 1::2] << 4
+        target[:, lead:page] = small if magnitude == 7 else small[:, 0::2] | small[:, 1::2] << 4
     return -1
 
 
@@ -297,15 +298,15 @@ def decode_bfp(
     """The block pages at `offsets` (n,) as pages of bf16 or f32 elements, one behind the other. Decoding normalises;
     what would need an exponent below zero becomes zero."""
     offsets = offsets.copy()
-    rows = elements // BLOCK_ROW
-    page = rows + elements * (magnitude + 1) // 8
+    rows, lead = elements // BLOCK_ROW, block_lead_bytes(elements)
+    page = lead + elements * (magnitude + 1) // 8
     bad = _first((offsets < 0) | (offsets > source.size - page))
     if bad >= 0:
         return bad
     pages, result = np.lib.stride_tricks.sliding_window_view(source, page), out.reshape(len(offsets), -1)
     for at in range(0, len(offsets), PAGES_AT_ONCE):
         part = pages[offsets[at : at + PAGES_AT_ONCE]]
-        body = part[:, rows:]
+        body = part[:, lead:]
         if magnitude == 3:
             body = np.stack((body & 15, body >> 4), axis=-1)
         bits = _decoding_table(magnitude)[part[:, :rows, None], body.reshape(-1, rows, BLOCK_ROW)]
@@ -319,6 +320,12 @@ BLOCK_ROW = 16
 
 PAGES_AT_ONCE = 256
 """A dozen passes go over them, which had better stay in a cache."""
+
+
+def block_lead_bytes(elements: int) -> int:
+    """Bytes of a block page before its elements: the exponents, in whole lines of 16 bytes."""
+    rows = elements // BLOCK_ROW
+    return -(-rows // 16) * 16
 
 
 def _encoded(bits: NDArray[np.uint32], magnitude: int) -> tuple[Bytes, Bytes]:

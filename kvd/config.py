@@ -210,6 +210,8 @@ def parse(text: str, *, name: str = "kvd.toml") -> Config:
         raise ConfigError(f"{name}: not TOML: {error}", file=name) from None
     except RecursionError:
         raise ConfigError(f"{name}: not TOML: its brackets are nested too deeply", file=name) from None
+    except ValueError:  # what Python refuses of a number that the grammar allows
+        raise ConfigError(f"{name}: not TOML: a number has thousands of digits", file=name) from None
     _walk(Config, tree, "$", name)
     try:
         return msgspec.convert(tree, Config, dec_hook=_from_text)

@@ -17,12 +17,18 @@ def doctor(path: Path | None) -> int:
 
     config, _ = configuration.read(path)
     wanted = config.fabric
+    wants = any(npu.backing == "tenstorrent" for npu in config.npu.values())
     findings = list(
-        verbs.examine(pool=config.memory.pool, device=wanted.device, port=wanted.port, gid_index=wanted.gid_index)
+        verbs.examine(
+            pool=config.memory.pool,
+            device=wanted.device,
+            port=wanted.port,
+            gid_index=wanted.gid_index,
+            cards=wants and wanted.name != "tcp",
+        )
     )
     what, fix = tenstorrent.describe()
     # A card that nobody asked for is not missed.
-    wants = any(npu.backing == "tenstorrent" for npu in config.npu.values())
     findings.append(verbs.Finding(what, fix if wants else ""))
     for finding in findings:
         typer.echo(f"{'ok  ' if finding.ok else 'FIX '} {printable(finding.what)}")

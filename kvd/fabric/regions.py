@@ -70,8 +70,9 @@ class RegionTable:
         self._grants: dict[bytes, Grant] = {}
         self._last_id = 0
 
-    def register(self, memory: memoryview) -> Region:
-        """See :meth:`kvd.fabric.base.Fabric.register`; raises :class:`InvalidArgument` for unusable memory."""
+    def register(self, memory: memoryview, address: int | None = None) -> Region:
+        """See :meth:`kvd.fabric.base.Fabric.register`; raises :class:`InvalidArgument` for unusable memory.
+        ``address``: where it begins for the device, if not where it does for this process."""
         if memory.readonly or not memory.c_contiguous or memory.format != "B" or memory.nbytes == 0:
             raise InvalidArgument(
                 f"memory of format {memory.format!r} and {memory.nbytes} bytes (read-only: {memory.readonly}) can't be "
@@ -80,7 +81,7 @@ class RegionTable:
             )
         self._last_id += 1
         region = Region(self._last_id, memory)
-        self._addresses[region.id] = address_of(memory)
+        self._addresses[region.id] = address_of(memory) if address is None else address
         return region
 
     def deregister(self, region: Region) -> None:

@@ -1,8 +1,9 @@
 """Number formats: plain ones, whose elements move as bytes, and Tenstorrent's block formats, which are computed.
 
-A block format has one exponent for the 16 elements of a face row: a page of n elements is n / 16 exponents and then n
-elements of sign and magnitude, 8 bits each (``bfp8_b``) or 4 (``bfp4_b``, the first element in the low nibble). The
-rounding is the vendor's, derived from its encoded tensors and checked against ttnn 0.81 over all exponents:
+A block format has one exponent for the 16 elements of a face row: a page of n elements is n / 16 exponents, zeros up to
+a multiple of 16 bytes (in tiles of less than 256 elements), and then n elements of sign and magnitude, 8 bits each
+(``bfp8_b``) or 4 (``bfp4_b``, the first element in the low nibble). The rounding is the vendor's, derived from its
+encoded tensors and checked against ttnn 0.81 over all exponents:
 
 - the shared exponent is the largest of the row; denormals count as zero;
 - the 24-bit mantissa, hidden bit included, is cut at the shared exponent, then rounded half to even, and saturates;
@@ -53,7 +54,8 @@ class Codec:
                 codec=self.name,
                 elements=elements,
             )
-        return elements // ROW + elements * (self.magnitude_bits + 1) // 8
+        nbytes: int = kvd_kernels.block_page_bytes(elements, self.magnitude_bits)
+        return nbytes
 
 
 CODECS = MappingProxyType(

@@ -122,6 +122,8 @@ def from_toml(text: str) -> Layout:
         raise InvalidArgument(f"the layout is not TOML: {error}", field="toml") from None
     except RecursionError:
         raise InvalidArgument("the layout is not TOML: its brackets are nested too deeply", field="toml") from None
+    except ValueError:  # what Python refuses of a number that the grammar allows
+        raise InvalidArgument("the layout is not TOML: a number has thousands of digits", field="toml") from None
     return from_wire(fields)
 
 
@@ -228,6 +230,8 @@ def _fields(what: str, given: object, kinds: Mapping[str, Any], needed: set[str]
             )
         if not isinstance(value, kinds[name]) or (kinds[name] is int and isinstance(value, bool)):
             raise InvalidArgument(f"{name} of {what} can't be a {type(value).__name__}", field=name)
+        if isinstance(value, int) and abs(value) >= 1 << 63:  # which might be too long to be shown, too
+            raise InvalidArgument(f"{name} of {what} is a number of more than 64 bits", field=name)
     return given
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from kvd.errors import DeviceUnavailable, FabricError, InvalidArgument
+from kvd.errors import DeviceUnavailable, InvalidArgument
 from kvd.fabric.base import Region
 from kvd.memory.device import Registrar
 from kvd.memory.windows import WINDOW, parse_noc, slab
@@ -116,12 +116,6 @@ class TenstorrentBacking:
     def register(self, fabric: Registrar, channel: int) -> Region:
         if isinstance(fabric, DmaBufRegistrar):
             return fabric.register_dmabuf(self.memory(channel), self.fd(channel), self.lead)
-        if fabric.name == "verbs":
-            raise FabricError(
-                "this version of the verbs fabric registers host memory only, not a card's dma-buf; set fabric.name = "
-                '"tcp", which writes to the card through this process',
-                fabric=fabric.name,
-            )
         return fabric.register(self.memory(channel))
 
     def close(self) -> None:

@@ -214,9 +214,13 @@ def test_fabrics_that_reach_other_devices_get_the_dma_buf_and_others_the_mapping
     assert given == [(NBYTES, channels.fd(c), 64) for c in range(3)]
     assert npu.region(1, "tcp").memory.nbytes == NBYTES
     npu.close()
-    Tcp.name = "verbs"
-    with pytest.raises(FabricError, match="registers host memory only, not a card's dma-buf"):
-        NpuDevice("bh", backing(driver), channels=3, channel_bytes=NBYTES, alignment=64, fabrics=[Tcp()])
+
+    def refused(self: Any, memory: memoryview, fd: int, offset: int) -> Region:
+        raise FabricError("65536 bytes of a dma-buf can't be registered")
+
+    Direct.register_dmabuf = refused  # type: ignore[method-assign]
+    with pytest.raises(FabricError, match="dma-buf can't be registered"):
+        NpuDevice("bh", backing(driver), channels=3, channel_bytes=NBYTES, alignment=64, fabrics=[Direct()])
     assert driver.taken == {}
 
 

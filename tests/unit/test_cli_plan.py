@@ -189,6 +189,8 @@ alignment = 64
         ("bf16", "bf17", "known are bf16, f16"),
         ('table = "B"', 'table = "r"', "which must be a digit before the page cut"),
         ('"mine"', '"mine', "is not TOML: "),
+        ("channels = 8", "channels = " + "9" * 5000, "is not TOML: a number has thousands of digits"),
+        ("channels = 8", "channels = 0x" + "f" * 5000, "channels of a placement is a number of more than 64 bits"),
         ("codec", "x = " + "[" * 3000 + "]" * 3000 + "\ncodec", "is not TOML: its brackets are nested too deeply"),
     ],
 )

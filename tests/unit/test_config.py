@@ -95,6 +95,8 @@ def test_what_is_no_toml_says_where() -> None:
         parse("[peers]\nlisten = \n", name="a.toml")
     with pytest.raises(ConfigError, match="nested too deeply"):
         parse("a = " + "[" * 3000)
+    with pytest.raises(ConfigError, match="thousands of digits"):
+        parse("a = " + "9" * 5000)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -59,3 +59,11 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_of_the_fabric_is_split_into_what_and_fix() -> None:
     assert doctor._split(doctor.FabricError("a; b; do this")) == Finding("a; b", "do this")
+
+
+@pytest.mark.parametrize(("dmabufs", "cards", "fix"), [(True, True, ""), (False, False, ""), (False, True, "tcp")])
+def test_a_device_without_dma_bufs_matters_where_a_card_is_to_be_reached(dmabufs: bool, cards: bool, fix: str) -> None:
+    found = doctor._worked("rxe0 port 1", "any size", dmabufs, cards)
+    assert ("takes no dma-bufs" in found.what) == (not dmabufs)
+    assert fix in found.fix
+    assert found.ok == (not fix)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import errno
 import os
 
 import numpy as np
@@ -112,7 +114,56 @@ async def test_a_dmabuf_is_refused_with_a_reason(pair: Pair) -> None:
         for offset, nbytes in ((-1, 10), (0, 0), (0, 1 << 64)):
             with pytest.raises(InvalidArgument, match="dma-buf"):
                 device.register_dmabuf(descriptor, offset, nbytes)
-        with pytest.raises(FabricError, match="host memory"):
+        with pytest.raises(FabricError, match=r"no dma-buf support.*host memory") as caught:
             device.register_dmabuf(descriptor, 0, 4096, remote_write=True)
+        assert caught.value.fields["errno"] == errno.EOPNOTSUPP
+        assert device.takes_dmabufs is False
+        fabric, memory = pair.left.fabric, memoryview(bytearray(4096))
+        with pytest.raises(FabricError, match="no dma-buf support"):
+            fabric.register_dmabuf(memory, descriptor, 0)
+        assert not fabric.exports
+        fabric.deregister(fabric.register(memory))
     finally:
         os.close(descriptor)
+
+
+@on_pair
+async def test_a_region_of_a_dmabuf_is_addressed_by_offsets_in_it(pair: Pair) -> None:
+    """With a registration that is a fake, since soft-RoCE has none: which bytes of which descriptor are registered with
+    which rights, where a grant's token and local requests point, and that all of it ends."""
+    from kvd.fabric.verbs import binding as ib
+    from kvd.fabric.verbs.wire import unpack_token
+
+    fabric, made = pair.left.fabric, []
+
+    class FakeDmaBufMR:
+        def __init__(self, domain: object, nbytes: int, access: int, *, dmabuf: int, offset: int) -> None:
+            self.what, self.lkey, self.rkey, self.closed = (dmabuf, offset, nbytes, access), 11, 22, False
+            made.append(self)
+
+        def close(self) -> None:
+            self.closed = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ib, "DmaBufMR", FakeDmaBufMR)
+        patch.setattr(fabric.device, "max_region", 3 * 4096)
+        region = fabric.register_dmabuf(memoryview(bytearray(5 * 4096)), 77, 64)
+        assert [one.what[:3] for one in made] == [(77, 64, 3 * 4096), (77, 64 + 3 * 4096, 2 * 4096)]
+        assert fabric.local(region) == (64, [11, 11])
+        grant = fabric.grant(region, 4096, 100, writable=True)
+        registered = made[-1]
+        assert registered.what == (77, 64 + 4096, 100, ib.ACCESS_LOCAL_WRITE | ib.ACCESS_REMOTE_WRITE)
+        token = unpack_token(grant.token, fabric.key)
+        assert token is not None
+        assert (token.address, token.length, token.rkey) == (64 + 4096, 100, 22)
+        with pytest.raises(FabricError, match="registers 12288 at most"):
+            fabric.grant(region, 0, 4 * 4096)
+        # The bytes of a small write are fetched by the device: at that address this process has none.
+        operation = pair.left.endpoint._submit_access("write", Lane.BULK, region, b"", [], None)
+        assert not operation.inline
+        await asyncio.gather(operation.done, return_exceptions=True)
+        await fabric.revoke(grant)
+        assert registered.closed
+        fabric.deregister(region)
+        assert all(one.closed for one in made)
+        assert not fabric.exports

@@ -94,17 +94,22 @@ def registration_error(device: str, nbytes: int, number: int, text: str) -> Fabr
     )
 
 
+NO_DMABUF = (errno.EBADF, errno.EINVAL)
+"""What a driver says of a descriptor that is no dma-buf; and below, one that takes none, whatever the descriptor."""
+NO_DMABUFS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPROTONOSUPPORT)
+
+
 def dmabuf_error(device: str, nbytes: int, number: int, text: str) -> FabricError:
     """Why another device's memory was not registered, with what would make it possible."""
-    if number == errno.EBADF or number == errno.EINVAL:
+    if number in NO_DMABUF:
         fix = "the descriptor is not a dma-buf, or the range lies outside of it"
-    elif number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPROTONOSUPPORT):
+    elif number in NO_DMABUFS:
         fix = "its driver or this kernel has no dma-buf support (mlx5, irdma and efa have, from Linux 5.12 on)"
     else:
         fix = "look at the kernel log of the RDMA driver and of the device that exports the memory"
     return FabricError(
-        f"{nbytes} bytes of a dma-buf can't be registered with the RDMA device {device!r}: {text}; {fix}; else move "
-        "the data through host memory",
+        f"{nbytes} bytes of a dma-buf can't be registered with the RDMA device {device!r}: {text}; {fix}; else set "
+        'fabric.name = "tcp", which moves the data through host memory',
         device=device,
         need=nbytes,
         errno=number,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
+import os
 from typing import Any
 
 from kvd.errors import FabricError, InvalidArgument
 from kvd.fabric.verbs import binding as ib
 from kvd.fabric.verbs import neighbour
-from kvd.fabric.verbs.advice import by_distance, choose_gid, dmabuf_error, registration_error
+from kvd.fabric.verbs.advice import NO_DMABUF, NO_DMABUFS, by_distance, choose_gid, dmabuf_error, registration_error
 from kvd.fabric.verbs.wire import Hello
 
 SEND_DEPTH = 128
@@ -71,9 +73,14 @@ class Device:
 
     def register(self, address: int, nbytes: int, *, remote_write: bool = False, remote_read: bool = False) -> Any:
         """An MR over memory that the caller keeps; raises :class:`FabricError` with the limit, the need and the fix."""
-        access = ib.ACCESS_LOCAL_WRITE
-        access |= ib.ACCESS_REMOTE_WRITE if remote_write else 0
-        access |= ib.ACCESS_REMOTE_READ if remote_read else 0
+        access = self._access(nbytes, remote_write, remote_read)
+        try:
+            return ib.MR(self.domain, nbytes, access, address=address)
+        except ib.PyverbsError as error:
+            raise registration_error(self.name, nbytes, ib.error_number(error), str(error)) from None
+
+    def _access(self, nbytes: int, remote_write: bool, remote_read: bool) -> int:
+        """The rights of an MR; raises :class:`FabricError` for more bytes than one may have."""
         if nbytes > self.max_region:
             raise FabricError(
                 f"{nbytes} bytes can't be granted at once, since the device {self.name!r} registers {self.max_region} "
@@ -81,17 +88,21 @@ class Device:
                 need=nbytes,
                 limit=self.max_region,
             )
-        try:
-            return ib.MR(self.domain, nbytes, access, address=address)
-        except ib.PyverbsError as error:
-            raise registration_error(self.name, nbytes, ib.error_number(error), str(error)) from None
+        access: int = ib.ACCESS_LOCAL_WRITE
+        access |= ib.ACCESS_REMOTE_WRITE if remote_write else 0
+        return access | (ib.ACCESS_REMOTE_READ if remote_read else 0)
 
-    def register_pieces(self, address: int, nbytes: int) -> list[Any]:
-        """MRs for local use, each over the next ``max_region`` bytes; raises as :meth:`register`."""
+    def register_pieces(self, address: int, nbytes: int, descriptor: int = -1) -> list[Any]:
+        """MRs for local use, each over the next ``max_region`` bytes, of the dma-buf ``descriptor`` if there is one;
+        raises as :meth:`register` and :meth:`register_dmabuf`."""
         made: list[Any] = []
         try:
             for at in range(0, nbytes, self.max_region):
-                made.append(self.register(address + at, min(self.max_region, nbytes - at)))
+                size = min(self.max_region, nbytes - at)
+                if descriptor < 0:
+                    made.append(self.register(address + at, size))
+                else:
+                    made.append(self.register_dmabuf(descriptor, address + at, size))
         except FabricError:
             for registration in made:
                 registration.close()
@@ -115,13 +126,26 @@ class Device:
                 offset=offset,
                 nbytes=nbytes,
             )
-        access = ib.ACCESS_LOCAL_WRITE
-        access |= ib.ACCESS_REMOTE_WRITE if remote_write else 0
-        access |= ib.ACCESS_REMOTE_READ if remote_read else 0
+        access = self._access(nbytes, remote_write, remote_read)
         try:
             return ib.DmaBufMR(self.domain, nbytes, access, dmabuf=descriptor, offset=offset)
         except ib.PyverbsError as error:
             raise dmabuf_error(self.name, nbytes, ib.error_number(error), str(error)) from None
+
+    @property
+    def takes_dmabufs(self) -> bool | None:
+        """Whether the kernel and the device's driver register dma-bufs; None: they say neither. Found out with a
+        descriptor that is none: only a driver that takes some looks at it."""
+        descriptor = os.memfd_create("kvd-no-dma-buf", os.MFD_CLOEXEC)
+        try:
+            os.truncate(descriptor, mmap.PAGESIZE)
+            self.register_dmabuf(descriptor, 0, mmap.PAGESIZE).close()
+        except FabricError as error:
+            number = error.fields["errno"]
+            return True if number in NO_DMABUF else False if number in NO_DMABUFS else None
+        finally:
+            os.close(descriptor)
+        return None
 
     @property
     def details(self) -> str:

@@ -39,9 +39,10 @@ def examine(
     sys: Path = Path("/sys"),
     dev: Path = Path("/dev"),
     memlock: int | None = -1,
+    cards: bool = False,
 ) -> Iterator[Finding]:
     """All findings for a daemon that registers up to ``pool`` bytes. ``memlock``: its limit, None for none, -1: this
-    process's."""
+    process's. ``cards``: the device shall reach other devices' memory, too."""
     yield from _devices(sys, dev, device)
     limit = advice.memlock_limit() if memlock == -1 else memlock
     if limit is None or limit >= pool:
@@ -54,7 +55,7 @@ def examine(
             "own: systemctl show -p LimitMEMLOCK kvd)",
         )
     yield from _peer_memory(sys, dev)
-    yield _trial(device, port, gid_index)
+    yield _trial(device, port, gid_index, cards)
 
 
 def _devices(sys: Path, dev: Path, wanted: str) -> Iterator[Finding]:
@@ -101,8 +102,8 @@ def _peer_memory(sys: Path, dev: Path) -> Iterator[Finding]:
         yield Finding("GPU memory: nvidia-peermem is not loaded", "modprobe nvidia-peermem; host memory works without")
 
 
-def _trial(name: str, port: int, gid_index: int) -> Finding:
-    """Open the device and register memory, as the daemon would."""
+def _trial(name: str, port: int, gid_index: int, cards: bool) -> Finding:
+    """Open the device and register memory, as the daemon would; and ask it for dma-bufs."""
     try:
         from kvd.fabric.verbs.device import Device
     except ImportError as error:
@@ -119,12 +120,23 @@ def _trial(name: str, port: int, gid_index: int) -> Finding:
         try:
             with memoryview(memory) as view:
                 device.register(address_of(view), PROBE_BYTES, remote_write=True).close()
+            dmabufs = device.takes_dmabufs
         except FabricError as error:
             return _split(error)
         finally:
             device.close()
     largest = "any size" if device.max_region >= 1 << 62 else f"{device.max_region} bytes"
-    return Finding(f"verbs work: {device.details}; memory registrations of {largest} at most")
+    return _worked(device.details, largest, dmabufs, cards)
+
+
+def _worked(details: str, largest: str, dmabufs: bool | None, cards: bool) -> Finding:
+    takes = {True: "it takes cards' dma-bufs", False: "it takes no dma-bufs", None: "nobody knows if it takes dma-bufs"}
+    return Finding(
+        f"verbs work: {details}; memory registrations of {largest} at most; {takes[dmabufs]}",
+        'a card\'s channels need them (mlx5, irdma and efa have them, from Linux 5.12 on); set fabric.name = "tcp"'
+        if cards and dmabufs is False
+        else "",
+    )
 
 
 def _split(error: FabricError) -> Finding:

@@ -206,6 +206,7 @@ class VerbsEndpoint(Endpoint):
         operation = VerbsOperation(
             self.loop, kind, token=token, address=address, lkeys=lkeys, parts=parts, message=message
         )
+        operation.inline = region.id not in self.fabric.exports
         refusal = self._check(token, operation)
         if refusal is None:
             return self._submit(lane, operation)

@@ -8,7 +8,7 @@ import dataclasses
 import secrets
 from typing import Any
 
-from kvd.errors import FabricError
+from kvd.errors import FabricError, KvdError
 from kvd.fabric.base import Bringup, Capabilities, Endpoint, Fabric, Grant, Region
 from kvd.fabric.regions import RegionTable
 from kvd.fabric.verbs import binding as ib
@@ -55,22 +55,39 @@ class VerbsFabric(Fabric):
         self._table = RegionTable()
         self._registrations: dict[int, list[Any]] = {}
         """A region's, each over the next ``device.max_region`` bytes."""
+        self.exports: dict[int, int] = {}
+        """The dma-buf of each region that is one. Its addresses are offsets in it, which no CPU can read from."""
         self._watching: asyncio.AbstractEventLoop | None = None
         self._open: dict[bytes, _Open] = {}
         self._closed = False
 
     def register(self, memory: memoryview) -> Region:
-        region = self._table.register(memory)
+        return self._register(memory)
+
+    def register_dmabuf(self, memory: memoryview, fd: int, offset: int) -> Region:
+        """Memory of another device, which begins at ``offset`` of the dma-buf ``fd`` that its driver has exported;
+        ``memory`` is what this process sees of it. The device reads and writes it without this host's memory. ``fd``
+        stays open as long as the region is registered.
+
+        Raises as :meth:`register`, also where the RDMA device or its driver takes no dma-bufs, with what does.
+        """
+        return self._register(memory, fd, offset)
+
+    def _register(self, memory: memoryview, fd: int = -1, offset: int | None = None) -> Region:
+        region = self._table.register(memory, offset)
         try:
-            made = self.device.register_pieces(self._table.address(region), region.nbytes)
-        except FabricError:
+            made = self.device.register_pieces(self._table.address(region), region.nbytes, fd)
+        except KvdError:
             self._table.deregister(region)
             raise
         self._registrations[region.id] = made
+        if fd >= 0:
+            self.exports[region.id] = fd
         return region
 
     def deregister(self, region: Region) -> None:
         self._table.deregister(region)
+        self.exports.pop(region.id, None)
         for registration in self._registrations.pop(region.id, ()):
             registration.close()
 
@@ -87,8 +104,12 @@ class VerbsFabric(Fabric):
         registration = None
         if length:
             # A registration of its own, so that the device itself holds the peer to the grant's bounds and rights.
+            rights = {"remote_write": writable, "remote_read": readable}
             try:
-                registration = self.device.register(address, length, remote_write=writable, remote_read=readable)
+                if region.id in self.exports:
+                    registration = self.device.register_dmabuf(self.exports[region.id], address, length, **rights)
+                else:
+                    registration = self.device.register(address, length, **rights)
             except FabricError:
                 self._table.revoke(listed)
                 raise
@@ -174,4 +195,5 @@ class VerbsFabric(Fabric):
                     stack.callback(registration.close)
         self._open.clear()
         self._registrations.clear()
+        self.exports.clear()
         self._table.clear()

@@ -47,6 +47,8 @@ class VerbsOperation(PendingOperation):
         self.delivery = 0
         """For a message of its own: how many frames the peer has taken once it is delivered."""
         self.nbytes = 0
+        self.inline = True
+        """Whether a CPU may read the region at its addresses: small writes carry their bytes themselves then."""
         self.error: KvdError | None = None
         self.on_end: Callable[[VerbsOperation], None] = lambda operation: None
         self._address = address
@@ -74,11 +76,11 @@ class VerbsOperation(PendingOperation):
                     if len(self._lkeys) > 1:
                         lkey = self._lkeys[at // span]
                         size = min(size, span - at % span)
-                    flags = ib.INLINE if size <= INLINE_BYTES and opcode == ib.WRITE else 0
+                    small = self.inline and size <= INLINE_BYTES and opcode == ib.WRITE
                     items.append(
                         (
                             opcode,
-                            flags,
+                            ib.INLINE if small else 0,
                             self._address + at,
                             size,
                             lkey,
