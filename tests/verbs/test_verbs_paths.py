@@ -159,9 +159,10 @@ async def test_an_address_that_nobody_has_is_named(pair: Pair) -> None:
     endpoint = pair.left.endpoint
     mine = bringup.greeting(endpoint.fabric.device, endpoint._lanes, endpoint.fabric.key, (0, 0))
     nobody = msgspec.structs.replace(mine, gid=mine.gid[:-4] + "0063")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(FabricError, match="nobody on veth0 answers"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bringup, "RESOLVE_S", 0.3)
-        await bringup.resolved(endpoint.fabric.device, nobody, lambda: None)
+        with pytest.raises(FabricError, match="nobody on veth0 answers"):
+            await bringup.resolved(endpoint.fabric.device, nobody, lambda: None)
 
 
 class PipeBringup:
