@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -30,12 +31,12 @@ def read(
     return config, "the defaults" if path is None else str(path)
 
 
-def judge(config: Config, name: str) -> list[Problem]:
-    """Write the problems to standard error, one a line; returns the warnings. Raises :class:`ConfigError` if there are
-    errors: with the error's sentence if it is the only one."""
+def judge(config: Config, name: str, more: Sequence[Problem] = ()) -> list[Problem]:
+    """Write the problems, and those that are known already, to standard error, one a line; returns the warnings. Raises
+    :class:`ConfigError` if there are errors: with the error's sentence if it is the only one."""
     from kvd.fabric import registry  # here, since NumPy comes with it
 
-    found = problems_of(config, fabrics=registry.names())
+    found = [*problems_of(config, fabrics=registry.names()), *more]
     errors = [problem for problem in found if problem.level == "error"]
     warnings = [problem for problem in found if problem.level == "warning"]
     for problem in warnings:
@@ -52,10 +53,30 @@ def judge(config: Config, name: str) -> list[Problem]:
 def check(path: Path | None) -> int:
     """0 if the daemon would start with this configuration; raises :class:`ConfigError` if not."""
     config, name = read(path)
-    warnings = judge(config, name)
+    warnings = judge(config, name, [*_verbs(config)])
     remark = f", with {len(warnings)} warning{'s' * (len(warnings) != 1)}" if warnings else ""
     typer.echo(f"{name}: usable{remark}")
     return 0
+
+
+def _verbs(config: Config) -> Iterator[Problem]:
+    """What is in the way of RDMA, where it is wanted; tried out, as the daemon does when it starts."""
+    fabric = config.fabric
+    if fabric.name not in ("auto", "verbs"):
+        return
+    from kvd.fabric.verbs import doctor
+
+    for finding in doctor.examine(
+        pool=config.memory.pool, device=fabric.device, port=fabric.port, gid_index=fabric.gid_index
+    ):
+        if finding.ok:
+            continue
+        message = f"{finding.what}; {finding.fix}"
+        if finding.key and fabric.name == "verbs":
+            yield Problem("error", f"$.{finding.key}", message)
+        else:
+            key, start = (finding.key, "auto means tcp here: ") if finding.key else ("fabric.name", "")
+            yield Problem("warning", f"$.{key}", start + message)
 
 
 def show(path: Path | None, *, as_json: bool) -> int:

@@ -13,7 +13,7 @@ from kvd.fabric.verbs.doctor import Finding
 
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_trial", lambda *args: Finding("verbs work"))
+    monkeypatch.setattr(doctor, "_trial", lambda *args, there: Finding("verbs work"))
 
 
 def host(folder: Path, *, devices: tuple[str, ...] = (), files: tuple[str, ...] = (), gpu: bool = False) -> Any:
@@ -58,7 +58,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_of_the_fabric_is_split_into_what_and_fix() -> None:
-    assert doctor._split(doctor.FabricError("a; b; do this")) == Finding("a; b", "do this")
+    assert doctor._split(doctor.FabricError("a; b; do this")) == Finding("a; b", "do this", "fabric.name")
 
 
 @pytest.mark.parametrize(("dmabufs", "cards", "fix"), [(True, True, ""), (False, False, ""), (False, True, "tcp")])

@@ -151,6 +151,17 @@ def test_a_link_local_address_is_never_chosen() -> None:
         choose([], 7)
 
 
+def test_a_link_local_address_that_is_asked_for_is_refused() -> None:
+    """It would connect, and carry nothing to another network."""
+    table = [(0, LINK_LOCAL, True), (1, IPV4, True), (2, GLOBAL, True)]
+    with pytest.raises(FabricError, match=r"link-local GID 0.*set fabric.gid_index to 1 or 2, or to -1"):
+        choose(table, 0)
+    with pytest.raises(FabricError, match=r"no GID 9 .*set fabric.gid_index to 1 or 2, or to -1"):
+        choose(table, 9)
+    assert choose(table, 2) == (2, GLOBAL)
+    assert choose([(0, LINK_LOCAL, True)], 0, infiniband=True) == (0, LINK_LOCAL)
+
+
 def test_infiniband_takes_the_first() -> None:
     assert choose([(0, LINK_LOCAL, False)], infiniband=True) == (0, LINK_LOCAL)
 

@@ -28,6 +28,7 @@ from kvd.fabric.conformance import Mailbox, Side, failure, one
 from kvd.fabric.regions import RegionTable
 from kvd.fabric.verbs import binding as ib
 from kvd.fabric.verbs import endpoint as endpoint_module
+from kvd.fabric.verbs import lane as lane_module
 from kvd.fabric.verbs import recovery as recovery_module
 from kvd.fabric.verbs.endpoint import VerbsEndpoint
 from kvd.fabric.verbs.wire import KEY_BYTES, Token
@@ -103,7 +104,7 @@ class QueuePair:
                 return
             slot = peer.receives.popleft()
             target = next(lane for lane in peer.completions.lanes.values() if lane.qp is peer)
-            ctypes.memmove(target._base + (slot >> 2) * endpoint_module.SLOT_BYTES, local, nbytes)
+            ctypes.memmove(target._base + (slot >> 2) * lane_module.SLOT_BYTES, local, nbytes)
             peer.complete(slot, ib.SUCCESS, nbytes)
         elif opcode == ib.WRITE:
             ctypes.memmove(remote, local, nbytes)

@@ -149,6 +149,22 @@ def test_a_path_that_drops_packets_is_not_used(obstacle: Callable[[], Any], says
     asyncio.run(asyncio.wait_for(body(), 100))
 
 
+@on_pair
+async def test_an_address_that_nobody_has_is_named(pair: Pair) -> None:
+    """The kernel is asked until it has given up, and nobody is kept waiting for it."""
+    import msgspec
+
+    from kvd.fabric.verbs import bringup
+
+    endpoint = pair.left.endpoint
+    mine = bringup.greeting(endpoint.fabric.device, endpoint._lanes, endpoint.fabric.key, (0, 0))
+    nobody = msgspec.structs.replace(mine, gid=mine.gid[:-4] + "0063")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bringup, "RESOLVE_S", 0.3)
+        with pytest.raises(FabricError, match="nobody on veth0 answers"):
+            await bringup.resolved(endpoint.fabric.device, nobody, lambda: None)
+
+
 class PipeBringup:
     """Blobs over two pipes, in hexadecimal lines; what is told later gets lost."""
 

@@ -51,25 +51,36 @@ def choose_gid(
     On Ethernet that is a RoCE v2 address, an IPv4 one first, then a global IPv6 one, never a link-local one, which has
     no route to other networks. ``wanted`` >= 0 names the index instead. Raises :class:`FabricError` if there is none.
     """
-    for index, gid, _ in table:
-        if index == wanted:
-            return index, gid
+    routed = [entry for entry in table if infiniband or _has_routes(entry[1])]
     if wanted < 0:
-        if infiniband and table:
-            return table[0][0], table[0][1]
-        usable = []
-        for index, gid, version_2 in table:
-            address = ipaddress.IPv6Address(gid)
-            if version_2 and not address.is_link_local and not address.is_unspecified:
-                usable.append((address.ipv4_mapped is None, index, gid))
+        usable = [entry for entry in routed if infiniband or entry[2]]
         if usable:
-            return min(usable)[1:]
-    asked = f"no GID {wanted}" if wanted >= 0 else "no RoCE v2 GID that is not link-local"
+            return min(usable, key=lambda entry: (not infiniband and not _is_ipv4(entry[1]), entry[0]))[:2]
+        what = "no RoCE v2 GID that is not link-local"
+    else:
+        asked = next((entry for entry in table if entry[0] == wanted), None)
+        if asked in routed:
+            return asked[:2]
+        what = f"no GID {wanted}" if asked is None else f"a link-local GID {wanted}, without a route to other networks"
+    if routed:
+        fix = f"set fabric.gid_index to {' or '.join(str(entry[0]) for entry in routed)}, or to -1 for kvd to choose"
+    else:
+        fix = "give its network interface an IP address"
     raise FabricError(
-        f"the RDMA device {device!r} has {asked} (it has {', '.join(f'{i}: {gid}' for i, gid, _ in table) or 'none'}); "
-        "give its network interface an IP address, or choose one with fabric.gid_index",
+        f"the RDMA device {device!r} has {what} (it has {', '.join(f'{i}: {gid}' for i, gid, _ in table) or 'none'}); "
+        f"{fix}",
         device=device,
+        gid_index=wanted,
     )
+
+
+def _has_routes(gid: str) -> bool:
+    address = ipaddress.IPv6Address(gid)
+    return not address.is_link_local and not address.is_unspecified
+
+
+def _is_ipv4(gid: str) -> bool:
+    return ipaddress.IPv6Address(gid).ipv4_mapped is not None
 
 
 def registration_error(device: str, nbytes: int, number: int, text: str) -> FabricError:

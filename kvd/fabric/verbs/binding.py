@@ -146,14 +146,23 @@ def device_names() -> list[str]:
         return []
 
 
+def no_device() -> FabricError:
+    """What to say where there is none."""
+    return FabricError(
+        "there is no RDMA device; load the driver of the NIC (lsmod, rdma link), give the process access to "
+        '/dev/infiniband, or set fabric.name = "tcp"'
+    )
+
+
 def open_device(name: str) -> tuple[Any, int]:
     """A Context and the descriptor of its events, non-blocking; raises :class:`FabricError` where the device does not
     exist or must not be opened."""
     names = device_names()
+    if not names:
+        raise no_device()
     if name not in names:
         raise FabricError(
-            f"there is no RDMA device {name!r} here; choose one of {', '.join(names) or 'none (there are none)'} with "
-            "fabric.device",
+            f"there is no RDMA device {name!r} here; choose one of {', '.join(names)} with fabric.device",
             device=name,
             known=names,
         )

@@ -245,10 +245,7 @@ class Device:
 def _first_active(port: int) -> str:
     names = by_distance(ib.device_names())
     if not names:
-        raise FabricError(
-            "there is no RDMA device; load the driver of the NIC (lsmod, rdma link), give the process access to "
-            '/dev/infiniband, or set fabric.name = "tcp"'
-        )
+        raise ib.no_device()
     for name in names:
         context, _ = ib.open_device(name)
         try:

@@ -24,6 +24,8 @@ class Finding:
 
     what: str
     fix: str = ""
+    key: str = ""
+    """The configuration's key that it is about, if verbs can't be used at all before it is mended."""
 
     @property
     def ok(self) -> bool:
@@ -43,7 +45,8 @@ def examine(
 ) -> Iterator[Finding]:
     """All findings for a daemon that registers up to ``pool`` bytes. ``memlock``: its limit, None for none, -1: this
     process's. ``cards``: the device shall reach other devices' memory, too."""
-    yield from _devices(sys, dev, device)
+    there = list(_devices(sys, dev, device))
+    yield from there
     limit = advice.memlock_limit() if memlock == -1 else memlock
     if limit is None or limit >= pool:
         yield Finding(f"memlock limit: {'none' if limit is None else f'{limit} bytes'}, the pool has {pool}")
@@ -55,7 +58,7 @@ def examine(
             "own: systemctl show -p LimitMEMLOCK kvd)",
         )
     yield from _peer_memory(sys, dev)
-    yield _trial(device, port, gid_index, cards)
+    yield _trial(device, port, gid_index, there=all(finding.ok for finding in there), cards=cards)
 
 
 def _devices(sys: Path, dev: Path, wanted: str) -> Iterator[Finding]:
@@ -66,11 +69,13 @@ def _devices(sys: Path, dev: Path, wanted: str) -> Iterator[Finding]:
             "no RDMA device in the kernel",
             "load the NIC's driver (mlx5_ib, irdma, bnxt_re …), or rdma_rxe with "
             "`rdma link add rxe0 type rxe netdev NAME` to try without one; in a container, pass the devices in",
+            "fabric.name",
         )
     elif wanted and wanted not in names:
         yield Finding(
             f"RDMA devices: {', '.join(names)}, but the configuration asks for {wanted}",
             f"set fabric.device to one of {', '.join(names)}",
+            "fabric.device",
         )
     else:
         yield Finding(f"RDMA devices: {', '.join(names)}")
@@ -82,11 +87,13 @@ def _devices(sys: Path, dev: Path, wanted: str) -> Iterator[Finding]:
         yield Finding(
             f"no {dev}/infiniband/uverbs*",
             "load ib_uverbs; in a systemd unit, PrivateDevices=no and DeviceAllow=char-infiniband_verbs rw",
+            "fabric.name",
         )
     elif refused:
         yield Finding(
             f"no permission on {', '.join(refused)}",
             "add the daemon's user to the files' group (usually rdma), or allow it with a udev rule",
+            "fabric.name",
         )
     else:
         yield Finding(f"device files: {', '.join(map(str, files))}")
@@ -102,8 +109,9 @@ def _peer_memory(sys: Path, dev: Path) -> Iterator[Finding]:
         yield Finding("GPU memory: nvidia-peermem is not loaded", "modprobe nvidia-peermem; host memory works without")
 
 
-def _trial(name: str, port: int, gid_index: int, cards: bool) -> Finding:
-    """Open the device and register memory, as the daemon would; and ask it for dma-bufs."""
+def _trial(name: str, port: int, gid_index: int, *, there: bool, cards: bool) -> Finding:
+    """Open the device and register memory, as the daemon would; and ask it for dma-bufs. ``there``: whether that can
+    succeed; what is in the way is said already where it can't, and only pyverbs is looked for."""
     try:
         from kvd.fabric.verbs.device import Device
     except ImportError as error:
@@ -111,7 +119,10 @@ def _trial(name: str, port: int, gid_index: int, cards: bool) -> Finding:
             f"pyverbs can't be imported: {error}",
             "install python3-pyverbs and ibverbs-providers, and make the virtual environment with "
             "--system-site-packages; or pip install kvd-transport[rdma] with libibverbs-dev",
+            "fabric.name",
         )
+    if not there:
+        return Finding("pyverbs is installed")
     try:
         device = Device(name, port, gid_index)
     except FabricError as error:
@@ -141,4 +152,4 @@ def _worked(details: str, largest: str, dmabufs: bool | None, cards: bool) -> Fi
 
 def _split(error: FabricError) -> Finding:
     what, _, fix = error.message.rpartition("; ")
-    return Finding(what, fix)
+    return Finding(what, fix, "fabric.gid_index" if "gid_index" in error.fields else "fabric.name")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,23 +14,23 @@ from kvd.fabric.operations import check_message, closed_error
 from kvd.fabric.regions import Refusal, access_error
 from kvd.fabric.runs import Runs, checked_runs
 from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.bringup import greeting, resolved
 from kvd.fabric.verbs.completions import Completions
 from kvd.fabric.verbs.device import SEND_DEPTH
-from kvd.fabric.verbs.lane import SLOT_BYTES, SLOTS, Pace, VerbsLane
+from kvd.fabric.verbs.inbox import Inbox
+from kvd.fabric.verbs.lane import SLOTS, VerbsLane
 from kvd.fabric.verbs.operation import VerbsOperation
+from kvd.fabric.verbs.pace import Pace
 from kvd.fabric.verbs.path import packet_bytes, path_error, unpack_finding
 from kvd.fabric.verbs.probe import Probe
 from kvd.fabric.verbs.recovery import Recovery
 from kvd.fabric.verbs.revocation import Revocations
 from kvd.fabric.verbs.totals import Totals
 from kvd.fabric.verbs.wire import (
-    VERSION,
     WITHOUT_CREDIT,
     Gone,
     Header,
-    Hello,
     Kind,
-    Token,
     Told,
     unpack_frame,
     unpack_hello,
@@ -48,8 +47,6 @@ MAX_MESSAGE = 64 << 10
 NOTE_BYTES = 4 << 20
 NOTE_S = 0.01
 """The peer learns of bytes placed in its memory after so many, or after so long."""
-RESOLVE_S = 2.0
-"""How long a new connection waits for ARP or neighbour discovery; the kernel asks once a second."""
 FAREWELL_S = 1.0
 """How long a closing endpoint tries to say so to its peer."""
 
@@ -64,9 +61,7 @@ class VerbsEndpoint(Endpoint):
         self.counters = EndpointCounters()
         self.on_lost: Callable[[KvdError], None] = lambda error: None
         self.ended = ""
-        self._on_message: Callable[[Lane, bytes], None] | None = None
-        self._early: list[tuple[VerbsLane, Kind, bytes]] = []
-        self._parts: dict[Lane, list[bytes]] = {lane: [] for lane in Lane}
+        self._inbox = Inbox(loop, self.counters, self._taken, lambda: bool(self.ended))
         self._key = b""
         self._bringup: Bringup | None = None
         self._recoveries: dict[Lane, Recovery] = {}
@@ -103,24 +98,11 @@ class VerbsEndpoint(Endpoint):
         ``bringup`` raises; the caller closes the endpoint then."""
         device = self.fabric.device
         probe = self._probe = Probe(device, self._post_probe)
-        mine = Hello(
-            version=VERSION,
-            gid=device.gid,
-            lid=device.lid,
-            infiniband=device.infiniband,
-            mtu=device.mtu,
-            qpns=(self._lanes[Lane.URGENT].qp.qp_num, self._lanes[Lane.BULK].qp.qp_num),
-            psns=(secrets.randbits(24), secrets.randbits(24)),
-            reads=device.reads_in,
-            slots=SLOTS,
-            slot_bytes=SLOT_BYTES,
-            key=self.fabric.key,
-            scratch=probe.offer,
-        )
+        mine = greeting(device, self._lanes, self.fabric.key, probe.offer)
         peer = unpack_hello(await bringup.exchange(mine.pack()))
         self._check_open()
         self._key = peer.key
-        await self._resolve(peer)
+        await resolved(device, peer, self._check_open)
         for name, lane in self._lanes.items():
             device.connect(lane.qp, name, mine, peer)
             lane.connected(peer.slots, peer.slot_bytes)
@@ -144,16 +126,6 @@ class VerbsEndpoint(Endpoint):
         self._schedule()
         bringup.listen(self._told)
 
-    async def _resolve(self, peer: Hello) -> None:
-        """Wait until the way to the peer is known, so that connecting does not stop everybody else until it is; raises
-        :class:`FabricError`."""
-        end = self.loop.time() + RESOLVE_S
-        while not self.fabric.device.can_reach(peer):
-            if self.loop.time() > end:
-                raise self.fabric.device.unreachable(peer)
-            await asyncio.sleep(RESOLVE_S / 20)
-            self._check_open()
-
     def _post_probe(self, lane: Lane, item: ib.Item) -> None:
         """Before anything else, so that the sequence 0 is free for it."""
         try:
@@ -163,13 +135,11 @@ class VerbsEndpoint(Endpoint):
 
     @property
     def on_message(self) -> Callable[[Lane, bytes], None]:
-        return self._on_message or (lambda lane, message: None)
+        return self._inbox.on_message or (lambda lane, message: None)
 
     @on_message.setter
     def on_message(self, callback: Callable[[Lane, bytes], None]) -> None:
-        self._on_message = callback
-        if self._early:
-            self.loop.call_soon(self._deliver_early)
+        self._inbox.open(callback)
 
     # --- submission -----------------------------------------------------------------------------------------------
 
@@ -207,27 +177,13 @@ class VerbsEndpoint(Endpoint):
             self.loop, kind, token=token, address=address, lkeys=lkeys, parts=parts, message=message
         )
         operation.inline = region.id not in self.fabric.exports
-        refusal = self._check(token, operation)
+        refusal = operation.refusal(self._revocations.revoked)  # the device's would break the connection
         if refusal is None:
             return self._submit(lane, operation)
         self._totals.refused += 1
         self._note_soon()
         operation.settle(access_error(kind, refusal, operation.low, operation.high))
         return operation
-
-    def _check(self, token: Token | None, operation: VerbsOperation) -> Refusal | None:
-        """The peer's device checks as well, but what it refuses breaks the connection."""
-        if token is None:
-            return Refusal.UNKNOWN_TOKEN
-        if token.id in self._revocations.revoked:
-            return Refusal.REVOKED
-        if operation.kind == "write" and not token.writable:
-            return Refusal.NOT_WRITABLE
-        if operation.kind == "read" and not token.readable:
-            return Refusal.NOT_READABLE
-        if not 0 <= operation.low <= operation.high <= token.length:
-            return Refusal.OUT_OF_RANGE
-        return None
 
     def _submit(self, lane: Lane, operation: VerbsOperation) -> VerbsOperation:
         operation.on_end = self._count
@@ -346,10 +302,7 @@ class VerbsEndpoint(Endpoint):
         if header.kind is Kind.BYE:
             self._break("the peer closed it", tell=False)
         elif header.kind in (Kind.MESSAGE, Kind.PART):
-            if self._on_message is None or self._early:
-                self._early.append((lane, header.kind, body))
-            else:
-                self._message(lane, header.kind, body)
+            self._inbox.put(lane, header.kind, body)
         elif header.kind is not Kind.STATE:
             self._taken(lane)
             if header.kind is Kind.REVOKE:
@@ -361,29 +314,6 @@ class VerbsEndpoint(Endpoint):
         lane.consumed += 1
         lane.state_due = True
         self._schedule()
-
-    def _message(self, lane: VerbsLane, kind: Kind, body: bytes) -> None:
-        parts = self._parts[lane.lane]
-        parts.append(body)
-        if kind is Kind.PART:
-            self._taken(lane)
-            return
-        message = body if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        if self.ended:
-            return
-        self.counters.messages_received += 1
-        try:
-            self.on_message(lane.lane, message)
-        except Exception as error:  # the receiver's mistake must not stop the connection
-            self.loop.call_exception_handler({"message": "on_message of a verbs endpoint failed", "exception": error})
-        self._taken(lane)
-
-    def _deliver_early(self) -> None:
-        while self._early and not self.ended:
-            lane, kind, body = self._early[0]
-            self._message(lane, kind, body)
-            del self._early[0]
 
     # --- what the peer is told ------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 from kvd.errors import ProtocolError
 from kvd.fabric.base import EndpointCounters
-from kvd.fabric.pacing import Pacer
 from kvd.fabric.regions import address_of
 from kvd.fabric.verbs import binding as ib
 from kvd.fabric.verbs.device import INLINE_BYTES, SEND_DEPTH, Device
 from kvd.fabric.verbs.operation import VerbsOperation
+from kvd.fabric.verbs.pace import Pace
 from kvd.fabric.verbs.window import MOST, Window
 from kvd.fabric.verbs.wire import HEADER, WITHOUT_CREDIT, Header, Kind
 from kvd.types import Lane
@@ -30,37 +30,6 @@ CHUNK_BYTES = 1 << 20
 
 _Posted: TypeAlias = "tuple[int, VerbsOperation | Kind, ib.Item, int, int]"
 """Sequence, what it was posted for, the request, the send buffer (-1: data), and the frame's number (0: no credit)."""
-
-
-class Pace:
-    """Holds both lanes of an endpoint to ``rate`` bytes per second."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, rate: float) -> None:
-        self._loop = loop
-        self._pacer = Pacer(rate)
-        self._piece = max(16 << 10, int(rate / 1000))
-        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
-
-    def allowance(self, again: Callable[[], None]) -> int:
-        """Bytes that may go out now. If it is 0, ``again`` is called when some may."""
-        wait = self._pacer.wait(self._loop.time())
-        if not wait:
-            return self._piece
-        if again not in self._timers:
-            self._timers[again] = self._loop.call_later(max(wait, 0.001), self._call, again)
-        return 0
-
-    def sent(self, nbytes: int) -> None:
-        self._pacer.sent(nbytes, self._loop.time())
-
-    def close(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-
-    def _call(self, again: Callable[[], None]) -> None:
-        del self._timers[again]
-        again()
 
 
 class VerbsLane:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from kvd.errors import KvdError
 from kvd.fabric.operations import PendingOperation, aborted
+from kvd.fabric.regions import Refusal
 from kvd.fabric.runs import Runs
 from kvd.fabric.verbs import binding as ib
 from kvd.fabric.verbs.device import INLINE_BYTES
@@ -57,6 +58,20 @@ class VerbsOperation(PendingOperation):
         filled = self.parts
         self.low = min((part.low for part in filled), default=0)
         self.high = max((part.high for part in filled), default=0)
+
+    def refusal(self, revoked: Container[bytes]) -> Refusal | None:
+        """Why the peer's device would refuse it, as far as this side can tell; ``revoked``: grants by their ids."""
+        if self.token is None:
+            return Refusal.UNKNOWN_TOKEN
+        if self.token.id in revoked:
+            return Refusal.REVOKED
+        if self.kind == "write" and not self.token.writable:
+            return Refusal.NOT_WRITABLE
+        if self.kind == "read" and not self.token.readable:
+            return Refusal.NOT_READABLE
+        if not 0 <= self.low <= self.high <= self.token.length:
+            return Refusal.OUT_OF_RANGE
+        return None
 
     def take(self, most_items: int, most_bytes: int, chunk: int, span: int) -> tuple[list[ib.Item], int]:
         """The next work requests for the data, none longer than ``chunk``, and their bytes. Every next ``span`` bytes

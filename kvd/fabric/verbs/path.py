@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 from kvd.errors import FabricError
-from kvd.fabric.verbs.wire import Hello
+from kvd.fabric.verbs.wire import Hello, decode
 from kvd.wire.hello import printable
 
 
@@ -38,12 +38,7 @@ class Finding(msgspec.Struct, array_like=True, frozen=True):
 
 def unpack_finding(blob: bytes) -> Finding:
     """Raises :class:`FabricError` for what is none."""
-    try:
-        finding = msgspec.msgpack.decode(blob, type=Finding)
-    except msgspec.MsgspecError as error:
-        raise FabricError(
-            f"what the peer found on the path can't be read: {error}; run the same release of kvd at both ends"
-        ) from None
+    finding = decode(blob, Finding, "what the peer found on the path")
     return Finding(finding.trouble, printable(finding.reason))
 
 

@@ -7,10 +7,11 @@ import enum
 import hashlib
 import hmac
 import struct
+from typing import TypeVar
 
 import msgspec
 
-from kvd.errors import FabricError, ProtocolError
+from kvd.errors import FabricError, KvdError, ProtocolError
 from kvd.types import Lane
 
 VERSION = 3
@@ -44,14 +45,20 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
         return msgspec.msgpack.encode(self)
 
 
+Decoded = TypeVar("Decoded")
+
+
+def decode(blob: bytes, kind: type[Decoded], what: str, failure: type[KvdError] = FabricError) -> Decoded:
+    """What the peer has packed, in words ``what``; raises ``failure`` for anything else."""
+    try:
+        return msgspec.msgpack.decode(blob, type=kind)
+    except msgspec.MsgspecError as error:
+        raise failure(f"{what} can't be read: {error}; run the same release of kvd at both ends") from None
+
+
 def unpack_hello(blob: bytes) -> Hello:
     """Raises :class:`FabricError` for what is not a bring-up blob of this version."""
-    try:
-        hello = msgspec.msgpack.decode(blob, type=Hello)
-    except msgspec.MsgspecError as error:
-        raise FabricError(
-            f"the peer's bring-up blob can't be read: {error}; run the same release of kvd at both ends"
-        ) from None
+    hello = decode(blob, Hello, "the peer's bring-up blob")
     if hello.version != VERSION or hello.slots < 1 or hello.slot_bytes <= HEADER.size or len(hello.key) != KEY_BYTES:
         raise FabricError(
             f"the peer's verbs fabric speaks version {hello.version} with {hello.slots} buffers of "
@@ -99,12 +106,7 @@ Told = Rebuild | Rebuilt | Gone
 
 def unpack_told(blob: bytes) -> Told:
     """Raises :class:`ProtocolError` for what a verbs fabric does not tell."""
-    try:
-        told: Told = msgspec.msgpack.decode(blob, type=Told)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(
-            f"the peer's verbs fabric told what can't be read: {error}; run the same release of kvd at both ends"
-        ) from None
+    told: Told = decode(blob, Told, "what the peer's verbs fabric told", ProtocolError)  # type: ignore[arg-type]
     if not isinstance(told, Gone) and (told.lane not in tuple(Lane) or told.epoch < 1):
         raise ProtocolError(f"the peer's verbs fabric told of lane {told.lane} in its time {told.epoch}")
     return told
