@@ -5,7 +5,7 @@ is handed out exactly once, and what the sink holds already never. Work is sorte
 within one class by layer and position, so that neighbours are sent as one run. A :class:`Policy` says which class a
 KV block belongs to, which classes may go while prefill runs, and how fast the rest may go afterwards. What prefill
 finds out about the prompt on its way sorts a layer anew (:meth:`SendQueue.rank`): the order of what is unsent, never
-whether something is sent.
+whether something is sent. What a fetch brings first is taken out, where it is whole tokens (:meth:`SendQueue.drop`).
 
 Where an end's tensors lie in a layout of their own, tokens go in whole blocks of that layout (``grain``), and possibly
 a layer, or everything, at once (``unit``): what is not complete yet waits here.

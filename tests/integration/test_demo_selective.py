@@ -91,19 +91,19 @@ def test_every_mode_and_policy_says_the_same(tmp_path: Path, model: Path, cache:
 
 
 def test_one_mode_without_a_prefix_as_a_table(tmp_path: Path, model: Path) -> None:
-    more = ("--mode", "speculative", "--no-prefix", "--selector", "hata", "--repeat", "2")
+    more = ("--mode", "speculative", "--no-prefix", "--selector", "hata", "--repeat", "2", "--mask", "head")
     demo = Demo(tmp_path, *arguments(model, *more))
     assert demo.end() == 0, demo.err
     assert only_text(demo.out + demo.err)
     lines = demo.out.splitlines()
     assert any(line.startswith("prompt ") and line.endswith(f"{PROMPT} tokens") for line in lines)
-    row = next(line for line in lines if line.startswith("speculative deadline adaptive"))
+    row = next(line for line in lines if line.startswith("speculative deadline adaptive by head"))
     assert row.endswith("yes")
     assert "on-demand ratio, had half of the blocks been sent" in lines
 
 
 def test_a_selector_that_looks_ahead_with_weights_of_its_own(tmp_path: Path, model: Path, cache: Path) -> None:
-    more = ("--mode", "partial", "--selector", "infinigen:alpha=1", "--select", "0.2", "--json")
+    more = ("--mode", "partial", "--selector", "infinigen:alpha=1", "--select", "0.2", "--mask", "token,head", "--json")
     demo = Demo(tmp_path, *arguments(model, *more))
     assert demo.end() == 0, demo.err
     assert "calibration, prompts" in demo.err
@@ -113,10 +113,11 @@ def test_a_selector_that_looks_ahead_with_weights_of_its_own(tmp_path: Path, mod
     assert tree["tokens_equal"] is True
     (selection,) = tree["selections"]
     assert 0 < selection["select_share_of_step"] < 1
-    (run,) = selection["runs"]
-    assert sum(run["fetched"]) > 0
-    assert all(took >= waited for took, waited in zip(run["fetch_s"], run["fetch_wait_s"], strict=True))
-    assert 0 <= run["fetch_hidden"] <= 1
+    assert [run["mask"] for run in selection["runs"]] == ["token", "head"]
+    for run in selection["runs"]:
+        assert sum(run["fetched"]) > 0
+        assert all(took >= waited for took, waited in zip(run["fetch_s"], run["fetch_wait_s"], strict=True))
+        assert 0 <= run["fetch_hidden"] <= 1
 
 
 STAGES = {

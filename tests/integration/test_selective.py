@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvd.profiling import files
 from kvd_client import Client
 from kvd_client.errors import InvalidArgument, KvdError, NotFound, UnsupportedLayout
 from kvd_client.protocol import MODES, Fetch
@@ -208,6 +209,28 @@ def test_fetches_alone_can_complete_a_transfer_with_a_mask_by_head(clients: tupl
             assert decode.poll_ready(layer)
         prefill.wait_delivered(WAIT_S)
     prefill.release()
+
+
+def test_selections_are_counted_alike_whatever_the_mask(clients: tuple[Client, Client]) -> None:
+    source, sink = clients
+    lengths, k, found = [300, 170], 40, []
+    for by in MASKS:
+        selector = f"by {by}"
+        with sink.decode(
+            selector, SPEC, lengths, source="fast", mode="parallel", landing_entries=k, selector=selector, mask=by
+        ) as decode:
+            prefill = source.prefill(selector, SPEC, lengths, mask=by)
+            put_all(prefill, lengths)
+            prefill.finish(wait=False)
+            decode.count_selections(8)
+            for layer in (2, 3):
+                decode.select(layer, random_index(layer, lengths, k), timeout_s=WAIT_S)
+        prefill.release()
+        profile = files.decode(sink.export_profile("test", selector), "the profile")
+        assert (profile.kv_heads, profile.groups[0].samples) == (SPEC.kv_heads, 2)
+        found.append(profile.groups[0].matrix.values[2:])
+    assert np.array_equal(*found)
+    assert found[0].any()
 
 
 def test_two_ends_with_different_masks_refuse_each_other(clients: tuple[Client, Client]) -> None:
