@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 
-from kvd.cli.main import EXIT_FAILED, app
-
+_INTERRUPTED = 128 + signal.SIGINT
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -15,17 +15,21 @@ def main() -> None:
     """Run the command line; exits the process."""
     open_standard_files()
     try:
+        from kvd.cli.main import app  # here, so that Ctrl-C ends this as quietly as all that follows
+
         try:
             app(prog_name="kvd")
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
     except OSError as error:
         # Errors of files have their names; what is left is standard output, on a disk that is full.
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
         sys.stderr.write(f"kvd: the output can't be written: {os.strerror(error.errno).lower()}\n")
         sys.stderr.flush()
-        os._exit(EXIT_FAILED)  # the interpreter's own end would try to write it once more
+        os._exit(1)  # the interpreter's own end would try to write it once more
 
 
 def open_standard_files() -> None:

@@ -60,3 +60,18 @@ def test_a_daemon_needs_no_standard_files(tmp_path: Path, redirections: str) -> 
         finally:
             daemon.kill()
             daemon.wait()
+
+
+def test_an_interrupt_while_the_program_is_loaded_leaves_no_trace() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'kvd.cli.main':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from kvd.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
