@@ -36,7 +36,8 @@ from kvd.wire.hello import Identity
 from kvd.wire.messages import FabricBlob
 from kvd_client.doorbell import Doorbell
 from kvd_client.errors import AuthenticationFailed, FingerprintMismatch, KvdError, VersionMismatch
-from kvd_client.protocol import PROTOCOL_VERSION, GetStatus, Hello, OpenSource, encode
+from kvd_client.framing import encode
+from kvd_client.protocol import PROTOCOL_VERSION, GetStatus, Hello, OpenSource
 from kvd_client.ring import RING_EVENTS, RING_EVENTS_OFFSET, RING_HEAD_OFFSET, RING_TAIL_OFFSET
 from tests.fuzz.generate import CONTROL, Fuzz, corpus
 from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec
