@@ -31,8 +31,9 @@ from kvd.fabric.seals import Checksum
 from kvd.peers import sockets
 from kvd.types import Lane
 from kvd.wire.guard import GuardParser, GuardWriter, guards
-from kvd.wire.handshake import Dialler, Established, LaneDialler
+from kvd.wire.handshake import Dialler, LaneDialler
 from kvd.wire.hello import Identity
+from kvd.wire.machine import Established
 from kvd.wire.messages import FabricBlob
 from kvd_client.doorbell import Doorbell
 from kvd_client.errors import AuthenticationFailed, FingerprintMismatch, KvdError, VersionMismatch

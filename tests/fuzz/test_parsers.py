@@ -28,8 +28,9 @@ from kvd.types import Lane
 from kvd.units import parse_rate, parse_size
 from kvd.wire import framing, hello
 from kvd.wire.guard import GuardParser
-from kvd.wire.handshake import Acceptor, Dialler, Failed
+from kvd.wire.handshake import Acceptor, Dialler
 from kvd.wire.hello import Identity
+from kvd.wire.machine import Failed
 from kvd_client import framing as api_framing
 from tests.fuzz.generate import CORPUS, corpus
 
