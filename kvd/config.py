@@ -28,6 +28,9 @@ from kvd.units import Rate, Size, parse_rate, parse_size
 
 SYSTEM_FILE = Path("/etc/kvd/kvd.toml")
 DEFAULT_POOL = 4 << 30
+MIN_ARENA = 1 << 20
+MAX_FILE = 1 << 20
+"""Most bytes of a configuration file."""
 MIN_KEY_BYTES = 16
 MAX_KEY_FILE = 64 << 10
 NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
@@ -87,7 +90,8 @@ class Memory(_Section, frozen=True, kw_only=True):
     pool: Size = Size(0)
     """Most memory that the daemon lends out; 0: 4 GiB, or half of what the host has if that is less."""
     arena: Size = Size(256 << 20)
-    """The pool grows and shrinks in pieces of this size; a larger part of a transfer gets one of its own."""
+    """The pool grows and shrinks in pieces of this size; a larger part of a transfer gets one of its own. A smaller
+    pool is one piece."""
     huge_pages: Literal["auto", "never", "always"] = "auto"
     client_limit: Size = Size(0)
     """Most memory that one client can hold at a time; 0: no limit but the pool."""
@@ -193,7 +197,11 @@ def find(environ: Mapping[str, str] = os.environ) -> Path | None:
 def load(path: Path | str) -> Config:
     """Read a file; raises :class:`ConfigError` that names the file and the key."""
     try:
-        text = Path(path).read_bytes().decode()
+        with open(path, "rb") as file:  # /dev/zero has no end
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise ConfigError(f"{path}: has more than {MAX_FILE} bytes; that is no configuration", file=str(path))
+        text = data.decode()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: can't be read: {reason}", file=str(path)) from None
@@ -250,6 +258,9 @@ def resolve(
     if not memory.pool:
         half = host.memory // 2 >> 20 << 20
         memory = replace(memory, pool=Size(min(DEFAULT_POOL, half)))
+    if memory.arena == Memory().arena and memory.pool < memory.arena:
+        # Whoever asks for a small pool has not asked for an arena that does not fit into it.
+        memory = replace(memory, arena=Size(max(memory.pool, MIN_ARENA)))
     return replace(config, node=node, api=api, peers=peers, memory=memory, profile=profile)
 
 

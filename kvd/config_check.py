@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Literal
 
 from kvd.config import (
+    MIN_ARENA,
     NODE_ID,
     Config,
     Npu,
@@ -28,7 +29,6 @@ from kvd.memory.windows import PAGE, WINDOW, parse_noc
 from kvd.units import about, format_size
 
 MAX_SOCKET_PATH = 107
-MIN_ARENA = 1 << 20
 MIN_CHUNK = 4096
 
 
@@ -68,9 +68,13 @@ def _warning(key: str, message: str) -> Problem:
     return Problem("warning", f"$.{key}", message)
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}…"
+
+
 def _node(config: Config) -> Iterator[Problem]:
     if not NODE_ID.fullmatch(config.node.id):
-        yield _error("node.id", f'"{config.node.id}" must be 1 to 64 of the characters A-Z a-z 0-9 . _ -')
+        yield _error("node.id", f'"{_shortened(config.node.id)}" must be 1 to 64 of the characters A-Z a-z 0-9 . _ -')
 
 
 def _api(config: Config, host: Host) -> Iterator[Problem]:
@@ -79,7 +83,9 @@ def _api(config: Config, host: Host) -> Iterator[Problem]:
     if not os.path.isabs(path):
         yield _error("api.socket", f"{path} must be an absolute path")
     elif len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        yield _error("api.socket", f"{path} has {len(os.fsencode(path))} bytes; Linux allows {MAX_SOCKET_PATH}")
+        yield _error(
+            "api.socket", f"{_shortened(path)} has {len(os.fsencode(path))} bytes; Linux allows {MAX_SOCKET_PATH}"
+        )
     elif not os.path.isdir(parent) and path != host.default_socket:
         yield _error(
             "api.socket",
@@ -104,7 +110,8 @@ def _peers(config: Config) -> Iterator[Problem]:
     listen = _address("peers.listen", peers.listen)
     advertise = _address("peers.advertise", peers.advertise) if peers.advertise else listen
     static = {node: _address(f"peers.static.{node}", address) for node, address in peers.static.items()}
-    yield from (found for found in (listen, advertise, *static.values()) if isinstance(found, Problem))
+    addresses = listen, *([advertise] if peers.advertise else []), *static.values()
+    yield from (found for found in addresses if isinstance(found, Problem))
     remote = sorted(n for n, a in static.items() if not isinstance(a, Problem) and not is_loopback(a[0]))
 
     if isinstance(listen, tuple):

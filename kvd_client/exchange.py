@@ -21,18 +21,8 @@ from typing import TypeVar
 from kvd_client import forks
 from kvd_client.arguments import seconds
 from kvd_client.errors import DaemonLost, DaemonUnreachable, InvalidArgument, KvdError, error_from_code
-from kvd_client.protocol import (
-    CacheOpened,
-    CloseCache,
-    Ended,
-    Failure,
-    Opened,
-    Release,
-    Reply,
-    Request,
-    encode,
-    encode_request,
-)
+from kvd_client.framing import encode, encode_request
+from kvd_client.protocol import CacheOpened, CloseCache, Ended, Failure, Opened, Release, Reply, Request
 from kvd_client.stream import Stream, StreamEnded
 
 T = TypeVar("T")

@@ -13,7 +13,8 @@ import time
 from collections import deque
 
 from kvd_client.errors import DaemonUnreachable, ProtocolError
-from kvd_client.protocol import LENGTH, MAX_FRAME, CacheOpened, Opened, Reply, Welcome, decode_reply
+from kvd_client.framing import decode_reply
+from kvd_client.protocol import LENGTH, MAX_FRAME, CacheOpened, Opened, Reply, Welcome
 
 _RECEIVE = 1 << 16
 _ANCILLARY = socket.CMSG_SPACE(64 * array.array("i").itemsize)

@@ -21,7 +21,8 @@ from kvd.api.access import check_access, group_id, peer_of
 from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.api.session import ClientSession, Context
 from kvd.errors import AddressInUse, Busy, ConfigError, KvdError
-from kvd_client.protocol import Failure, encode
+from kvd_client.framing import encode
+from kvd_client.protocol import Failure
 
 __all__ = ["Answer", "ApiLimits", "ApiServer", "ClientSession", "Log", "Service"]
 

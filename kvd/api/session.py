@@ -19,18 +19,8 @@ from kvd.api.outbox import Outbox
 from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.errors import Busy, KvdError, ProtocolError, VersionMismatch
 from kvd.fabric.pacing import Pacer
-from kvd_client.protocol import (
-    LENGTH,
-    MAX_FRAME,
-    PROTOCOL_VERSION,
-    Failure,
-    Hello,
-    Reply,
-    Request,
-    Welcome,
-    decode_request,
-    encode,
-)
+from kvd_client.framing import decode_request, encode
+from kvd_client.protocol import LENGTH, MAX_FRAME, PROTOCOL_VERSION, Failure, Hello, Reply, Request, Welcome
 from kvd_client.ring import (
     EVENT_IDLE,
     EVENT_LAYER_READY,

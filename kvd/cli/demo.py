@@ -216,6 +216,8 @@ def demo(
     extra = [name for name, value in given.items() if value is not None]
     if not selective and (extra or link == AUTO):
         raise InvalidArgument(f"{(extra or ['--link auto'])[0]} is for selective transfer; add --mode or --compare")
+    if prefix is False and prefix_share is not None:
+        raise InvalidArgument("--no-prefix and --prefix-share contradict each other; give one of them")
     if selective and layout is not None:
         raise InvalidArgument("--layout is for the plain demo; leave --mode and --compare out")
     if layout is not None:

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import kvd
+from kvd.cli.output import printable
 from kvd.cli.plan import plan_app
 from kvd.cli.profile import profile_app
 from kvd.errors import ConfigError, DaemonUnreachable, InvalidArgument, KvdError
@@ -28,7 +29,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KvdError as error:
-            typer.echo(f"kvd: {error.message}", err=True)
+            typer.echo(f"kvd: {printable(error.message)}", err=True)
             raise typer.Exit(exit_code(error)) from None
 
 

@@ -12,6 +12,7 @@ import typer
 from kvd.cli.output import printable, write_parts
 from kvd.errors import InvalidArgument
 from kvd.units import about
+from kvd_client.spec import MAX_TOKENS
 
 if TYPE_CHECKING:
     from kvd.layout.descriptor import Layout
@@ -61,8 +62,8 @@ def show(
     from kvd.layout.models import model as model_named
     from kvd.layout.summary import summarise
 
-    if from_block < 1 or to_block < 1:
-        raise InvalidArgument("a block has 1 token or more; give --from-block and --to-block so")
+    if not (1 <= from_block <= MAX_TOKENS and 1 <= to_block <= MAX_TOKENS):
+        raise InvalidArgument(f"a block has 1 to {MAX_TOKENS} tokens; give --from-block and --to-block so")
     found = summarise(
         model_named(model),
         tokens,
@@ -94,11 +95,13 @@ def _layout(text: str, codec: str, block: int, channels: int, alignment: int) ->
     if not text.endswith(".toml"):
         return named.get(text, codec=codec, block=block, channels=channels, alignment=alignment)
     try:
-        return notation.from_toml(Path(text).read_text("utf-8"))
+        written = Path(text).read_text("utf-8")
     except OSError as error:
         raise InvalidArgument(f"{text[-255:]} can't be read: {error.strerror}", file=text[-255:]) from None
     except UnicodeDecodeError:
         raise InvalidArgument(f"{text} is not text", file=text) from None
+    try:
+        return notation.from_toml(written)
     except InvalidArgument as error:
         raise InvalidArgument(f"{text}: {error.message}", **error.fields | {"file": text}) from None
 

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+_OPTIONS = {
+    "arrivals": "--rate", "duration_s": "--hours", "delay_s": "--delay", "step_s": "--step", "selected": "--select",
+    "surprise": "--surprise", "prefix_hit": "--prefix-hit", "prefill_rate": "--prefill-rate", "link_rate": "--link",
+    "prefill_nodes": "--prefill-nodes", "decode_nodes": "--nodes", "prompt_tokens": "--prompt-tokens",
+    "output_tokens": "--output-tokens",
+}  # fmt: skip
+"""Under which option users know a scenario's field."""
 
 
 def shape_of(model: str) -> Shape:
@@ -114,7 +123,7 @@ def simulate(
         raise InvalidArgument(
             f"{first} of {nodes} nodes prefill, which leaves none to decode; give fewer --prefill-nodes", nodes=nodes
         )
-    scenario = Scenario(
+    fields = dict[str, Any](
         model=model,
         shape=shape_of(model),
         prefill_nodes=first,
@@ -135,6 +144,11 @@ def simulate(
         speculative=speculative,
         seed=seed,
     )
+    try:
+        scenario = Scenario(**fields)
+    except InvalidArgument as error:
+        option = _OPTIONS.get(error.fields.get("field", ""))
+        raise InvalidArgument(f"{option}: {error.message}" if option else error.message, **error.fields) from None
     compare(scenario, [name.strip() for name in mode.split(",")], profile, picture, as_json=as_json)
 
 

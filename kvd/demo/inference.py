@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.demo.errors import DemoFailed
+from kvd.errors import InvalidArgument
 
 NODES = {"prefill": "prefill", "decode": "decode"}
 """Node ids of the daemons that the two processes use."""
@@ -16,9 +17,9 @@ DEVICE = "demo"
 
 
 def check_model(folder: Path) -> None:
-    """Raise :class:`DemoFailed` for what is no model's folder at all."""
+    """Raise :class:`InvalidArgument` for what is no model's folder at all."""
     if not (folder / "config.json").is_file():
-        raise DemoFailed(f"{folder}: has no config.json; --model wants the folder of a Hugging Face model")
+        raise InvalidArgument(f"{folder}: has no config.json; --model wants the folder of a Hugging Face model")
 
 
 def load(folder: Path) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.demo.errors import DemoFailed
+from kvd.errors import InvalidArgument
 
 QUESTION = "In two or three sentences: what is the text above about?"
 DEFAULT_TOKENS = 1000
@@ -32,15 +33,15 @@ def default_text() -> str:
 
 
 def read_text(path: Path) -> str:
-    """A prompt file's text; raises :class:`DemoFailed` if it can't be read, or is empty."""
+    """A prompt file's text; raises :class:`InvalidArgument` if it can't be read, or is empty."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise DemoFailed(f"{path}: can't be read: {(error.strerror or str(error)).lower()}") from None
+        raise InvalidArgument(f"{path}: can't be read: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError as error:
-        raise DemoFailed(f"{path}: byte {error.start} is not UTF-8; save the prompt as UTF-8") from None
+        raise InvalidArgument(f"{path}: byte {error.start} is not UTF-8; save the prompt as UTF-8") from None
     if not text:
-        raise DemoFailed(f"{path}: is empty; write the prompt into it")
+        raise InvalidArgument(f"{path}: is empty; write the prompt into it")
     return text
 
 

@@ -34,8 +34,9 @@ from kvd.peers.session import PeerSession
 from kvd.types import Lane, NodeId
 from kvd.wire.auth import LANE_KEY_BYTES, NONCE_BYTES
 from kvd.wire.guard import guards
-from kvd.wire.handshake import Acceptor, Dialler, Established, LaneDialler, LaneEstablished
+from kvd.wire.handshake import Acceptor, Dialler, LaneDialler
 from kvd.wire.hello import SESSION_BYTES, Identity
+from kvd.wire.machine import Established, LaneEstablished
 from kvd.wire.messages import PeerMessage
 from kvd_client.statuses import PeerStatus
 

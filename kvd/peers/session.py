@@ -8,7 +8,7 @@ from kvd.errors import KvdError, PeerLost
 from kvd.fabric.base import Endpoint, Fabric
 from kvd.peers.link import ControlLink, Log
 from kvd.types import Lane
-from kvd.wire.handshake import Established
+from kvd.wire.machine import Established
 from kvd.wire.messages import PeerMessage
 
 

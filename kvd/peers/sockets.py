@@ -16,7 +16,7 @@ from typing import Any
 from kvd.config import split_address
 from kvd.errors import AddressInUse, ConfigError, PeerUnreachable
 from kvd.types import NodeId
-from kvd.wire.handshake import Established, Failed, Handshake, LaneEstablished
+from kvd.wire.machine import Established, Failed, Handshake, LaneEstablished
 
 BACKLOG = 512
 LINGER_S = 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -13,8 +14,10 @@ import numpy.typing as npt
 from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 from kvd_client.protocol import MODES
-from kvd_client.spec import KVSpec
+from kvd_client.spec import MAX_TOKENS, KVSpec
 
+MAX_NODES, MAX_REQUESTS = 4096, 10_000_000
+"""Of each kind of node; of all requests together."""
 BLOCKS = 200
 """M of the simulated importance: enough for the order, and cheap for each step."""
 
@@ -89,9 +92,19 @@ class Scenario:
             "prefill_rate", "step_s", "batch", "fetch_delay_s",
         )  # fmt: skip
         for name in positive:
-            if not getattr(self, name) > 0:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be positive", field=name)
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be positive and finite", field=name)
+        if self.arrivals * self.duration_s > MAX_REQUESTS:
+            raise InvalidArgument(
+                f"{self.arrivals:g} requests a second for {self.duration_s:g} s are more than {MAX_REQUESTS}, which no "
+                "machine simulates; ask for less",
+                field="arrivals",
+            )
         bounds = {
+            "prefill_nodes": MAX_NODES,
+            "decode_nodes": MAX_NODES,
+            "prompt_tokens": MAX_TOKENS,
+            "output_tokens": MAX_TOKENS,
             "prefix_hit": 1,
             "selected": 1,
             "novelty": 1,
@@ -105,6 +118,7 @@ class Scenario:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be between 0 and {high}", field=name)
         if self.mode not in MODES:
             raise InvalidArgument(f"there is no mode {self.mode!r}; choose one of {', '.join(MODES)}", mode=self.mode)
+        self.spec.check()
         if self.shape.layers <= ALWAYS_LAYERS:
             raise InvalidArgument(f"a model of {self.shape.layers} layers has nothing to select from", field="layers")
 

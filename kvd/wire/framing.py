@@ -1,6 +1,6 @@
 """Frames on the control connection: a 4-byte little-endian length and that many bytes of msgpack.
 
-The limits are those of the local API (:func:`kvd_client.protocol.unpack`): msgpack checks the bytes, msgspec the
+The limits are those of the local API (:func:`kvd_client.framing.unpack`): msgpack checks the bytes, msgspec the
 types. No IO here; a :class:`FrameParser` takes bytes as they come.
 """
 
@@ -12,7 +12,8 @@ import msgspec
 
 from kvd.errors import KvdError, ProtocolError
 from kvd.wire.messages import PeerMessage, SessionMessage, WireMessage
-from kvd_client.protocol import LENGTH, MAX_FRAME, unpack
+from kvd_client.framing import unpack
+from kvd_client.protocol import LENGTH, MAX_FRAME
 
 COMPACT_BYTES = 64 << 10
 """Consumed bytes that the parser keeps at most before it moves the rest to the front."""

@@ -31,12 +31,14 @@ from kvd.fabric.seals import Checksum
 from kvd.peers import sockets
 from kvd.types import Lane
 from kvd.wire.guard import GuardParser, GuardWriter, guards
-from kvd.wire.handshake import Dialler, Established, LaneDialler
+from kvd.wire.handshake import Dialler, LaneDialler
 from kvd.wire.hello import Identity
+from kvd.wire.machine import Established
 from kvd.wire.messages import FabricBlob
 from kvd_client.doorbell import Doorbell
 from kvd_client.errors import AuthenticationFailed, FingerprintMismatch, KvdError, VersionMismatch
-from kvd_client.protocol import PROTOCOL_VERSION, GetStatus, Hello, OpenSource, encode
+from kvd_client.framing import encode
+from kvd_client.protocol import PROTOCOL_VERSION, GetStatus, Hello, OpenSource
 from kvd_client.ring import RING_EVENTS, RING_EVENTS_OFFSET, RING_HEAD_OFFSET, RING_TAIL_OFFSET
 from tests.fuzz.generate import CONTROL, Fuzz, corpus
 from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec

@@ -28,9 +28,10 @@ from kvd.types import Lane
 from kvd.units import parse_rate, parse_size
 from kvd.wire import framing, hello
 from kvd.wire.guard import GuardParser
-from kvd.wire.handshake import Acceptor, Dialler, Failed
+from kvd.wire.handshake import Acceptor, Dialler
 from kvd.wire.hello import Identity
-from kvd_client import protocol
+from kvd.wire.machine import Failed
+from kvd_client import framing as api_framing
 from tests.fuzz.generate import CORPUS, corpus
 
 IDENTITY = Identity("prefill", "b1", "127.0.0.1:1", {"wire": 2}, ("tcp",), (b"k" * 32,))
@@ -78,10 +79,10 @@ def notification(data):
 
 
 PARSERS = {
-    "api request": ("api", lambda data: protocol.decode_request(data[4:])),
-    "api request, whole": ("api", protocol.decode_request),
-    "api reply": ("api", protocol.decode_reply),
-    "api limits": ("api", protocol.unpack),
+    "api request": ("api", lambda data: api_framing.decode_request(data[4:])),
+    "api request, whole": ("api", api_framing.decode_request),
+    "api reply": ("api", api_framing.decode_reply),
+    "api limits": ("api", api_framing.unpack),
     "control message": ("control", framing.decode),
     "control frames": ("api", lambda data: frames_of(framing.FrameParser(), data)),
     "control frames, encrypted": ("control", lambda data: frames_of(GuardParser(b"k" * 16), data)),

@@ -23,6 +23,7 @@ import uvloop
 
 from kvd.api.server import Answer, ApiLimits, ApiServer, ClientSession
 from kvd.errors import AlreadyExists, InvalidArgument, KvdError, NotFound, OutOfMemory
+from kvd_client.framing import decode_reply, encode
 from kvd_client.protocol import (
     LENGTH,
     PROTOCOL_VERSION,
@@ -42,8 +43,6 @@ from kvd_client.protocol import (
     Request,
     Status,
     Welcome,
-    decode_reply,
-    encode,
 )
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, SLOT_DELIVERED, SLOT_FAILED, SLOT_OPEN
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, part_layout

@@ -17,7 +17,8 @@ from kvd.api.access import Peer, check_access, group_id
 from kvd.errors import AddressInUse, ConfigError
 from kvd_client import Client, KVSpec
 from kvd_client.errors import Busy, PermissionDenied
-from kvd_client.protocol import PROTOCOL_VERSION, Hello, Welcome, encode
+from kvd_client.framing import encode
+from kvd_client.protocol import PROTOCOL_VERSION, Hello, Welcome
 from tests.integration.api_harness import WAIT_S, Raw, ServerThread
 
 SPEC = KVSpec(layers=1, kv_heads=1, entry_bytes=64, dtype="float32", model="test")

@@ -107,7 +107,7 @@ def test_a_lost_client_is_reported_after_its_requests_have_ended(server):
 
 
 def encode_status(number: int) -> bytes:
-    from kvd_client.protocol import encode
+    from kvd_client.framing import encode
 
     return encode(GetStatus(id=number))
 

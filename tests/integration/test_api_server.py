@@ -19,6 +19,7 @@ from kvd.api.server import ApiLimits
 from kvd_client import Client, KVSpec
 from kvd_client.doorbell import Doorbell
 from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, InvalidArgument, VersionMismatch
+from kvd_client.framing import encode
 from kvd_client.protocol import (
     LENGTH,
     MAX_FRAME,
@@ -30,7 +31,6 @@ from kvd_client.protocol import (
     Release,
     Status,
     Welcome,
-    encode,
 )
 from kvd_client.ring import (
     EVENT_IDLE,

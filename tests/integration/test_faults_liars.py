@@ -24,7 +24,8 @@ from kvd.types import Lane
 from kvd.wire import messages as wire
 from kvd_client.doorbell import Doorbell
 from kvd_client.errors import KvdError
-from kvd_client.protocol import PROTOCOL_VERSION, Abort, Fetch, Finish, Hello, OpenSink, OpenSource, Release, encode
+from kvd_client.framing import encode
+from kvd_client.protocol import PROTOCOL_VERSION, Abort, Fetch, Finish, Hello, OpenSink, OpenSource, Release
 from kvd_client.ring import EVENT_IDLE, EVENT_LAYER_READY, EVENT_METADATA_READY, RING_EVENTS, RING_HEAD_OFFSET
 from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange
 from tests.integration.daemons import two_daemons

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvd_client import Client
-from kvd_client.protocol import PROTOCOL_VERSION, GetStatus, Hello, encode
+from kvd_client.framing import encode
+from kvd_client.protocol import PROTOCOL_VERSION, GetStatus, Hello
 from tests.integration.daemons import DaemonProcess, free_port
 from tests.integration.fault_helpers import (
     LONG,

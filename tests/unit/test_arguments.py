@@ -11,7 +11,8 @@ import torch
 from kvd_client.arguments import deadline_of, seconds, whole, whole_numbers
 from kvd_client.arrays import bytes_of
 from kvd_client.errors import InvalidArgument
-from kvd_client.protocol import LENGTH, MAX_FRAME, Abort, Fetch, OpenSource, decode_request, encode_request
+from kvd_client.framing import decode_request, encode_request
+from kvd_client.protocol import LENGTH, MAX_FRAME, Abort, Fetch, OpenSource
 from kvd_client.spec import KVSpec
 
 SPEC = KVSpec(layers=1, kv_heads=1, entry_bytes=4, dtype="f16", model="m")

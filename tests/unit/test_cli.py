@@ -130,6 +130,23 @@ class TestConfigCheck:
         result = invoke("config", "check", "--config", toml('[fabric]\nname = "tcq"\n'))
         assert 'there is no fabric "tcq"; known are auto, loopback, tcp' in result.stderr
 
+    def test_a_problem_is_told_once(self, invoke, toml) -> None:
+        path = toml('[peers]\nlisten = "127.0.0.1"\n')
+        result = invoke("config", "check", "--config", path)
+        assert result.stderr.count("is not host:port") == len(result.stderr.splitlines()) == 1
+
+    def test_what_would_steer_a_terminal_is_not_repeated(self, invoke, toml) -> None:
+        path = toml('[node]\nid = "\\u001b[31m\\u0000%s"\n' % ("x" * 5000))
+        result = invoke("config", "check", "--config", path)
+        assert "\x1b" not in result.stderr
+        assert "\x00" not in result.stderr
+        assert len(result.stderr) < 500
+
+    def test_a_file_without_an_end_is_no_configuration(self, invoke) -> None:
+        result = invoke("config", "check", "--config", "/dev/zero")
+        assert result.exit_code == 2
+        assert result.stderr == "kvd: /dev/zero: has more than 1048576 bytes; that is no configuration\n"
+
     def test_as_a_process(self, toml, tmp_path: Path) -> None:
         done = kvd_process("config", "check", "--config", str(tmp_path / "none.toml"))
         assert done.returncode == 2

@@ -105,7 +105,8 @@ def test_a_layout_of_ones_own(tmp_path: Path):
         (["--tokens", "99999999999"], 2, "give 1 to 16777216"),
         (["--tokens", "1000000"], 2, "too many for one plan"),
         (["--to-block", "48"], 2, "multiple of 32"),
-        (["--from-block", "0"], 2, "1 token or more"),
+        (["--to-block", "10000000000000"], 2, "1 to 16777216 tokens; give --from-block"),
+        (["--from-block", "0"], 2, "1 to 16777216 tokens; give --from-block"),
         (["--channels", "0"], 2, "channels"),
         (["--to-dtype", "bf17"], 2, "no codec"),
         (["--to-dtype", "f32"], 1, "same number format"),
@@ -227,3 +228,14 @@ def test_a_configuration_that_is_nested_too_deeply(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(InvalidArgument, match="nested too deeply"):
         model(str(tmp_path))
+
+
+def test_a_layout_that_is_none_is_named_with_its_file(tmp_path):
+    for text, said in (("[", "not TOML"), ("", "a layout needs")):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        given = dict(zip(LLAMA[::2], LLAMA[1::2], strict=True)) | {"--tokens": "64", "--to": str(path)}
+        code, _, err = run("show", *[word for pair in given.items() for word in pair])
+        assert code == 2
+        assert err.startswith(f"kvd: {path}: ")
+        assert said in err

@@ -135,6 +135,10 @@ class TestMemory:
     def test_a_pool_that_leaves_nothing_is_warned_of(self) -> None:
         assert "under a tenth" in warnings('[memory]\npool = "60GiB"')["memory.pool"]
 
+    def test_a_small_pool_alone_is_one_arena(self) -> None:
+        assert errors('[memory]\npool = "64MiB"') == {}
+        assert resolve(parse('[memory]\npool = "64MiB"'), environ={}, host=HOST).memory.arena == 64 << 20
+
     def test_arenas(self) -> None:
         assert "more than memory.pool" in errors('[memory]\npool = "8MiB"\narena = "16MiB"')["memory.arena"]
         assert "less than 1MiB" in errors('[memory]\narena = "1B"')["memory.arena"]

@@ -159,6 +159,7 @@ def test_options_of_selective_transfer(compared: dict[str, Any]) -> None:
         (["--compare", "--plot", "/nowhere/picture.png"], "/nowhere is no folder"),
         (["--select", "0.1"], "--select is for selective transfer"),
         (["--no-prefix"], "--prefix is for selective transfer"),
+        (["--compare", "--no-prefix", "--prefix-share", "0.5"], "contradict each other"),
         (["--link", "auto"], "--link auto is for selective transfer"),
     ],
 )

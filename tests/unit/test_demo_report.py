@@ -13,6 +13,7 @@ from kvd.demo import report, texts
 from kvd.demo.display import Display, printable
 from kvd.demo.errors import DemoFailed
 from kvd.demo.processes import child_environment
+from kvd.errors import InvalidArgument
 
 
 def make(**changes: Any) -> report.Report:
@@ -140,13 +141,13 @@ def test_default_text_is_long_and_ends_nowhere_near_the_limit() -> None:
 
 
 def test_prompt_files_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(DemoFailed, match=r"gone\.txt: can't be read: no such file"):
+    with pytest.raises(InvalidArgument, match=r"gone\.txt: can't be read: no such file"):
         texts.read_text(tmp_path / "gone.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DemoFailed, match="byte 3 is not UTF-8"):
+    with pytest.raises(InvalidArgument, match="byte 3 is not UTF-8"):
         texts.read_text(tmp_path / "latin.txt")
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DemoFailed, match="is empty"):
+    with pytest.raises(InvalidArgument, match="is empty"):
         texts.read_text(tmp_path / "empty.txt")
 
 

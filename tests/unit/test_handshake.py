@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +17,11 @@ from kvd.errors import (
     VersionMismatch,
 )
 from kvd.types import Lane
-from kvd.wire import auth, handshake
+from kvd.wire import auth, handshake, machine
 from kvd.wire.framing import frame
-from kvd.wire.handshake import Acceptor, Dialler, Established, Failed, LaneDialler, LaneEstablished
+from kvd.wire.handshake import Acceptor, Dialler, LaneDialler
 from kvd.wire.hello import MAGIC, MAX_MESSAGE, PREFACE, Identity, Kind
+from kvd.wire.machine import Established, Failed, LaneEstablished
 from kvd.wire.messages import WIRE_VERSION
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -237,7 +239,8 @@ def test_another_wire_version_is_told_to_both_before_anything_is_decoded(newer, 
         left._out[:] = PREFACE.pack(MAGIC, 9, Kind.CONTROL) + b"\xff" * 50
         monkeypatch.setattr(left, "_check_version", lambda version: handshake.compare_versions(9, version))
     else:
-        monkeypatch.setattr(handshake, "WIRE_VERSION", 9)
+        for module in (handshake, machine):
+            monkeypatch.setattr(module, "WIRE_VERSION", 9)
         monkeypatch.setattr(left, "_check_version", lambda version: handshake.compare_versions(WIRE_VERSION, version))
     at_left, at_right = connect(left, right)
     differs = {"wire_version": {"dialler": WIRE_VERSION, "acceptor": WIRE_VERSION} | {newer: 9}}
@@ -410,7 +413,7 @@ def test_a_message_that_is_not_due_is_refused():
 def test_a_strangers_reject_is_clipped_and_its_code_checked():
     left = dialler()
     left.data_to_send()
-    body = handshake.msgspec.msgpack.encode(
+    body = msgspec.msgpack.encode(
         {"type": "reject", "code": "OUT_OF_MEMORY", "message": "\x1b[31m" + "x" * 3000, "fields": {}}
     )
     (event,) = left.receive_data(PREFACE.pack(MAGIC, WIRE_VERSION, Kind.ANSWER) + frame(body))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvd_client import protocol, ring
 from kvd_client.errors import ProtocolError
+from kvd_client.framing import decode_reply, decode_request, encode, unpack
 from kvd_client.protocol import (
     LENGTH,
     MAX_DEPTH,
@@ -29,10 +30,6 @@ from kvd_client.protocol import (
     Reject,
     Release,
     Welcome,
-    decode_reply,
-    decode_request,
-    encode,
-    unpack,
 )
 from kvd_client.spec import KVSpec, TokenRange
 

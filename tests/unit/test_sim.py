@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +143,11 @@ def test_more_load_than_the_nodes_can_take_waits_for_them() -> None:
 
 
 def test_scenarios_that_make_no_sense() -> None:
-    for wrong in ({"arrivals": 0.0}, {"selected": 1.5}, {"mode": "magic"}, {"shape": Shape(2, 1, 64)}):
+    for wrong in (
+        {"arrivals": 0.0}, {"selected": 1.5}, {"mode": "magic"}, {"shape": Shape(2, 1, 64)},
+        {"arrivals": math.inf}, {"duration_s": math.inf}, {"link_rate": math.nan}, {"decode_nodes": 10**9},
+        {"arrivals": 1e4, "duration_s": 1e4}, {"prompt_tokens": 10**12}, {"shape": Shape(10**6, 1, 64)},
+    ):  # fmt: skip
         with pytest.raises(InvalidArgument):
             dataclasses.replace(SMALL, **wrong)  # type: ignore[arg-type]
 
@@ -173,6 +178,10 @@ def test_the_command(tmp_path: Path) -> None:
         (["--nodes", "2", "--prefill-nodes", "2"], "2 of 2 nodes prefill, which leaves none to decode"),
         (["--mode", "magic"], "there is no mode 'magic'"),
         (["--profile", "/nonexistent"], "/nonexistent"),
+        (["--rate", "inf"], "--rate: arrivals is inf; it must be positive and finite"),
+        (["--rate", "1e12"], "--rate: 1e+12 requests a second"),
+        (["--hours", "nan"], "--hours: duration_s is nan"),
+        (["--nodes", "1000000000"], "--prefill-nodes: prefill_nodes is 500000000"),
     ],
 )
 def test_mistakes_are_one_sentence(wrong: list[str], said: str) -> None:
