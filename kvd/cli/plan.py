@@ -54,6 +54,13 @@ def show(
     ] = "",
     from_block: Annotated[int, typer.Option(metavar="N", help="Tokens of a block at the source.")] = 16,
     to_block: Annotated[int, typer.Option(metavar="N", help="Tokens of a block at the sink.")] = 32,
+    shard: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Tiles that a shard is wide (width-sharded), or its pages (height-sharded; 0: as few as do).",
+        ),
+    ] = 0,
     from_tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks at the source.")] = 1,
     to_tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks at the sink.")] = 1,
     as_json: AsJson = False,
@@ -67,8 +74,8 @@ def show(
     found = summarise(
         model_named(model),
         tokens,
-        _layout(source, dtype, from_block, channels, alignment),
-        _layout(target, to_dtype or dtype, to_block, channels, alignment),
+        _layout(source, dtype, from_block, channels, alignment, shard),
+        _layout(target, to_dtype or dtype, to_block, channels, alignment, shard),
         source_ranks=from_tp,
         target_ranks=to_tp,
     )
@@ -89,11 +96,11 @@ def layouts(as_json: AsJson = False) -> None:
         write_parts(f"{name:<20}  {one.about}" for name, one in NAMED.items())
 
 
-def _layout(text: str, codec: str, block: int, channels: int, alignment: int) -> Layout:
+def _layout(text: str, codec: str, block: int, channels: int, alignment: int, shard: int) -> Layout:
     from kvd.layout import named, notation
 
     if not text.endswith(".toml"):
-        return named.get(text, codec=codec, block=block, channels=channels, alignment=alignment)
+        return named.get(text, codec=codec, block=block, channels=channels, alignment=alignment, shard=shard)
     try:
         written = Path(text).read_text("utf-8")
     except OSError as error:

@@ -68,6 +68,15 @@ class Geometry:
         self.channels = layout.placement.channels
         self.shard_pages = layout.placement.shard_pages or self._shard_pages()
         """Pages of a tensor in its fullest channel."""
+        if layout.placement.kind == "digit" and layout.pages and self.radix[layout.pages[0]] > self.channels:
+            name = layout.pages[0]
+            raise InvalidArgument(
+                f"{self.channels} channels can't hold the {self.radix[name]} values of digit {name}, one each, of "
+                f"layout {layout.name!r}; make its shards wider, or give more channels",
+                channels=self.channels,
+                digit=name,
+                values=self.radix[name],
+            )
         if self.shard_pages * self.channels < self.pages:
             raise InvalidArgument(
                 f"{self.channels} channels of {self.shard_pages} pages can't hold the {self.pages} pages of a tensor "

@@ -56,6 +56,8 @@ def get(
     ):
         if not 1 <= value <= most:
             raise InvalidArgument(f"{what} of layout {name!r} is {value}; it must be from 1 to {most}", field=what)
+    if not 0 <= shard <= MAX_RADIX:
+        raise InvalidArgument(f"shard of layout {name!r} is {shard}; it must be from 0 to {MAX_RADIX}", field="shard")
     return NAMED[name].build(name, Sizes(codec, block, channels, alignment, shard))
 
 

@@ -224,6 +224,20 @@ def test_sizes_that_make_no_sense_are_named(option: str, value: str, words: str)
     assert words in err
 
 
+def test_shards_are_as_wide_as_they_are_said_to_be() -> None:
+    """100 elements are 4 tiles, and 3 channels hold shards of 2."""
+    shape = ["--model", "layers=1,kv_heads=5,head_dim=100", "--tokens", "1000", "--from", "nhd"]
+    shape += ["--to", "tenstorrent-width", "--channels", "3"]
+    code, _, err = run("show", *shape)
+    assert code == 2
+    assert "3 channels can't hold the 4 values of digit S, one each" in err
+    found = shown(*shape, "--shard", "2")
+    assert found["ways"]["channels"]["requests"] == 2
+    assert found["to"]["axes"]["d"] == "S:* D:2 G:2 c:16"
+    code, _, err = run("show", *shape, "--shard", "-1")
+    assert (code, "it must be from 0 to" in err) == (2, True)
+
+
 def test_a_configuration_that_is_nested_too_deeply(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(InvalidArgument, match="nested too deeply"):
