@@ -12,7 +12,6 @@ import typer
 from kvd.cli.output import printable, write_parts
 from kvd.errors import InvalidArgument
 from kvd.units import about
-from kvd_client.spec import MAX_TOKENS
 
 if TYPE_CHECKING:
     from kvd.layout.descriptor import Layout
@@ -69,8 +68,6 @@ def show(
     from kvd.layout.models import model as model_named
     from kvd.layout.summary import summarise
 
-    if not (1 <= from_block <= MAX_TOKENS and 1 <= to_block <= MAX_TOKENS):
-        raise InvalidArgument(f"a block has 1 to {MAX_TOKENS} tokens; give --from-block and --to-block so")
     found = summarise(
         model_named(model),
         tokens,

@@ -13,7 +13,7 @@ from kvd.fabric.verbs.doctor import Finding
 
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_trial", lambda *args, there: Finding("verbs work"))
+    monkeypatch.setattr(doctor, "_trial", lambda *args, **others: Finding("verbs work"))
 
 
 def host(folder: Path, *, devices: tuple[str, ...] = (), files: tuple[str, ...] = (), gpu: bool = False) -> Any:
