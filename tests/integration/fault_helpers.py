@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -222,6 +223,36 @@ def one_transfer(pair: Daemons, request: str, tokens: int = SHORT, mode: str = "
     with Both(pair, request, mode, tokens) as both:
         both.bring_to("delivered" if mode == "full" else "mid-way")
         both.check_bytes(complete=mode == "full")
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stopped(daemon: DaemonProcess) -> Iterator[float]:
+    """The daemon stands still; the monotonic time from which on."""
+    daemon.kill(signal.SIGSTOP)
+    try:
+        yield time.monotonic()
+    finally:
+        daemon.kill(signal.SIGCONT)
+
+
+def kill_and_start(pair: Pair, victim: str, mode: str, stage: str, tokens: int) -> None:
+    """kill -9 of a daemon with work under way: both processes are told at once, since the connections end with it."""
+    dead: DaemonProcess = getattr(pair, victim)
+    with Both(pair, f"killed {victim} {mode}", mode, tokens) as both:
+        both.bring_to(stage)
+        since = time.monotonic()
+        dead.destroy()
+        told = both.ends(since)
+        saw(f"{victim} killed", f"{mode} {stage}", **told)
+        near, far = ("source", "sink") if victim == "prefill" else ("sink", "source")
+        assert told.pop(near).code == "DAEMON_LOST"
+        assert far in told
+        assert {answer.code for answer in told.values()} == {"PEER_LOST"}
+    dead.start()
+    all_is_well(pair)
 
 
 # --- what must hold afterwards ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -30,10 +29,12 @@ from tests.integration.fault_helpers import (
     destroyed,
     eventually,
     idle,
+    kill_and_start,
     one_transfer,
     saw,
     served,
     start,
+    stopped,
     tell,
 )
 
@@ -73,16 +74,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
         one_transfer(Pair(pair.prefill, pair.other), "settle")
         pair.settle()
         yield pair
-
-
-@contextlib.contextmanager
-def stopped(daemon: DaemonProcess) -> Iterator[float]:
-    """The daemon stands still; the monotonic time from which on."""
-    daemon.kill(signal.SIGSTOP)
-    try:
-        yield time.monotonic()
-    finally:
-        daemon.kill(signal.SIGCONT)
 
 
 CASES = [("prefill", "full", stage) for stage in STAGES] + [
@@ -144,20 +135,8 @@ def test_a_process_that_is_gone(three: Three, side: str, mode: str, stage: str) 
     ("victim", "mode", "stage"), [("prefill", "speculative", "paired"), ("decode", "full", "mid-way")]
 )
 def test_a_killed_daemon_with_work_under_way(three: Three, victim: str, mode: str, stage: str) -> None:
-    """kill -9 with a fetch, or bulk, under way; at once, since the connections end with the process."""
-    dead: DaemonProcess = getattr(three, victim)
-    with Both(three, f"killed {victim} {mode}", mode, LONG if stage == "mid-way" else SHORT) as both:
-        both.bring_to(stage)
-        since = time.monotonic()
-        dead.destroy()
-        told = both.ends(since)
-        saw(f"{victim} killed", f"{mode} {stage}", **told)
-        near, far = ("source", "sink") if victim == "prefill" else ("sink", "source")
-        assert told.pop(near).code == "DAEMON_LOST"
-        assert far in told
-        assert {answer.code for answer in told.values()} == {"PEER_LOST"}
-    dead.start()
-    all_is_well(three)
+    """With a fetch, or bulk, under way."""
+    kill_and_start(three, victim, mode, stage, LONG if stage == "mid-way" else SHORT)
 
 
 def test_a_daemon_stopped_for_a_moment_is_not_given_up(three: Three) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvd.cli import config as configuration
+from kvd.errors import ConfigError
 from kvd.fabric.verbs import doctor
 from kvd.fabric.verbs.doctor import Finding
 
@@ -67,3 +69,22 @@ def test_a_device_without_dma_bufs_matters_where_a_card_is_to_be_reached(dmabufs
     assert ("takes no dma-bufs" in found.what) == (not dmabufs)
     assert fix in found.fix
     assert found.ok == (not fix)
+
+
+@pytest.mark.parametrize("name", ["verbs", "auto", "tcp"])
+def test_config_check_tries_what_the_configuration_wants(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With verbs a cause is an error, with auto a warning, and tcp looks for no device."""
+    findings = [Finding("no RDMA device", "load the driver", "fabric.name"), Finding("no peer memory", "modprobe it")]
+    monkeypatch.setattr(doctor, "examine", lambda **options: iter(findings))
+    path = tmp_path / "kvd.toml"
+    path.write_text(f'[node]\nid = "a"\n[memory]\npool = "64MiB"\narena = "16MiB"\n[fabric]\nname = "{name}"\n')
+    if name == "verbs":
+        with pytest.raises(ConfigError, match=r"\$\.fabric\.name: no RDMA device; load the driver"):
+            configuration.check(path)
+    else:
+        assert configuration.check(path) == 0
+    said = capsys.readouterr().err
+    assert said.count("warning") == {"verbs": 1, "auto": 2, "tcp": 0}[name]
+    assert ("auto means tcp here: no RDMA device; load the driver" in said) == (name == "auto")

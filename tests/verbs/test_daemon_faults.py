@@ -27,9 +27,11 @@ from tests.integration.fault_helpers import (
     entries,
     eventually,
     idle,
+    kill_and_start,
     one_transfer,
     saw,
     start,
+    stopped,
     tell,
 )
 from tests.verbs.conftest import SMALL
@@ -75,21 +77,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.mark.parametrize(("victim", "mode"), [("prefill", "speculative"), ("decode", "full")])
 def test_a_killed_daemon(pair: Pair, victim: str, mode: str) -> None:
-    """kill -9: the far side is told at once, since the session's own connection ends with the process."""
-    dead: DaemonProcess = getattr(pair, victim)
-    stage = "mid-way" if mode == "full" else "paired"
-    with Both(pair, f"killed {victim}", mode, TOKENS) as both:
-        both.bring_to(stage)
-        since = time.monotonic()
-        dead.destroy()
-        told = both.ends(since)
-        saw(f"{victim} killed", f"{mode} {stage}", **told)
-        near, far = ("source", "sink") if victim == "prefill" else ("sink", "source")
-        assert told.pop(near).code == "DAEMON_LOST"
-        assert far in told
-        assert {answer.code for answer in told.values()} == {"PEER_LOST"}
-    dead.start()
-    all_is_well(pair)
+    """The far side is told at once, since the session's own connection ends with the process."""
+    kill_and_start(pair, victim, mode, "mid-way" if mode == "full" else "paired", TOKENS)
 
 
 @contextlib.contextmanager
@@ -157,16 +146,11 @@ def _bytes_sent(daemon: DaemonProcess) -> int:
 def test_a_daemon_stopped_for_longer_than_the_timeout(pair: Pair, victim: str) -> None:
     """PEER_LOST while it stands still, though its device goes on answering. A sink's device goes on taking writes, so
     that its process may well have everything by then, mask and all: it is told so, and every byte is right."""
-    stopped: DaemonProcess = getattr(pair, victim)
     with Both(pair, f"stopped {victim}", "full", TOKENS) as both:
         both.bring_to("mid-way")
-        stopped.kill(signal.SIGSTOP)
-        try:
-            since = time.monotonic()
+        with stopped(getattr(pair, victim)) as since:
             far_wait = both.sink.wait_ready if victim == "prefill" else both.source.wait_delivered
             assert tell(lambda: far_wait(timeout_s=WAIT_S)).code == "PEER_LOST"
-        finally:
-            stopped.kill(signal.SIGCONT)
         told = both.ends(since)
         saw(f"{victim} stopped past timeout_s", "full mid-way", **told)
         assert told["source"].code == "PEER_LOST"

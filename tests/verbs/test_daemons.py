@@ -25,7 +25,6 @@ WAIT_S = 90.0
 SPEC = small_spec()
 
 
-@pytest.mark.race
 def test_a_transfer(clients: tuple[Client, Client]) -> None:
     source, sink = clients
     assert (source.status().fabric, sink.status().fabric) == ("verbs", "verbs, tcp")
@@ -65,7 +64,6 @@ def _opened(daemon: DaemonProcess) -> list[str]:
     return [str(path.readlink()) for path in folder.iterdir() if path.is_symlink()]
 
 
-@pytest.mark.race
 @pytest.mark.parametrize("mode", ["partial", "speculative"])
 def test_selected_entries_are_the_sources(clients: tuple[Client, Client], mode: str) -> None:
     """The demo's transfer without a model: a few blocks are pushed, the rest is fetched on demand, row by row."""
