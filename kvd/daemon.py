@@ -24,8 +24,9 @@ from kvd.learnt import Learner
 from kvd.memory.device import Backing, HostBacking, NpuDevice
 from kvd.memory.pool import Pool
 from kvd.memory.tenstorrent import TenstorrentBacking
+from kvd.peers.config import PeersConfig
 from kvd.peers.local import connect_local
-from kvd.peers.manager import Peers, PeersConfig
+from kvd.peers.manager import Peers
 from kvd.placing import Placing
 from kvd.profiles import Profiles
 from kvd.profiling.files import replace_file
