@@ -71,7 +71,7 @@ ROWS = (
         (
             "integration/test_faults.py::test_vllm_49238_a_handle_of_an_earlier_boot",
             "unit/test_transfer_ends.py::test_vllm_49238_the_session_is_lost_in_every_state",
-            "integration/test_peers.py::test_a_restarted_peer_ends_its_earlier_session",
+            "integration/test_peers_ends.py::test_a_restarted_peer_ends_its_earlier_session",
         ),
     ),
     Row(
@@ -80,7 +80,7 @@ ROWS = (
         (
             "integration/test_faults.py::test_kill_a_daemon",
             "unit/test_transfer_core.py::test_sglang_40108_a_lost_announcement_is_made_again",
-            "integration/test_peers.py::test_after_a_loss_the_next_caller_dials_again_at_once",
+            "integration/test_peers_ends.py::test_after_a_loss_the_next_caller_dials_again_at_once",
         ),
     ),
     Row(
@@ -101,7 +101,7 @@ ROWS = (
         "the side channel's host was not set, and the wrong engine answered",
         (
             "unit/test_config_check.py::TestPeers::test_remote_peers_are_not_told_localhost",
-            "integration/test_peers.py::test_an_address_with_another_node_names_both",
+            "integration/test_peers_refusals.py::test_an_address_with_another_node_names_both",
             "unit/test_handshake.py::test_another_node_than_the_dialled_one_names_both",
         ),
     ),
@@ -164,7 +164,7 @@ ROWS = (
         "an unauthenticated route can be taken over",
         (
             "integration/test_hosts.py::test_sglang_39400_a_peer_with_another_key_is_refused",
-            "integration/test_peers.py::test_a_claimant_without_the_key_ends_nothing",
+            "integration/test_peers_ends.py::test_a_claimant_without_the_key_ends_nothing",
         ),
     ),
     Row(
@@ -172,7 +172,7 @@ ROWS = (
         "pickle on open ports: remote code execution (and five further CVEs)",
         (
             "integration/test_field_reports.py::test_vllm_17192_nothing_that_runs_what_it_reads_is_imported",
-            "integration/test_peers.py::test_foreign_bytes_close_their_connection_with_a_logged_reason_and_no_other",
+            "integration/test_peers_refusals.py::test_foreign_bytes_close_their_connection_with_a_logged_reason_and_no_other",
             "fuzz/test_parsers.py::test_parser",
             "fuzz/test_listeners.py::test_nothing_that_listeners_are_sent_harms_anybody",
         ),
@@ -183,7 +183,7 @@ ROWS = (
         (
             "integration/test_security.py::"
             "test_lmcache_5128_nothing_listens_beyond_loopback_and_others_can_not_use_the_socket",
-            "integration/test_peers.py::test_beyond_this_machine_a_key_is_needed",
+            "integration/test_peers_refusals.py::test_beyond_this_machine_a_key_is_needed",
         ),
     ),
     Row(

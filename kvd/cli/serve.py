@@ -25,7 +25,7 @@ def serve(path: Path | None, *, socket: str | None, node: str | None, listen: st
     _make_default_directory(config)
     log.configure(config.log.format, config.log.level)
 
-    from kvd.daemon import run
+    from kvd.run import run
 
     return run(config, notifier=notifier)
 

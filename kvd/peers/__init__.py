@@ -1,6 +1,7 @@
 """Sessions with other nodes."""
 
-from kvd.peers.manager import Peers, PeersConfig
+from kvd.peers.config import PeersConfig
+from kvd.peers.manager import Peers
 from kvd.peers.session import PeerSession
 
 __all__ = ["PeerSession", "Peers", "PeersConfig"]

@@ -123,6 +123,9 @@ def _compare_selected(found: Any, index: Any, entries: Any, request: str) -> Non
         assert got == wanted, f"a selection of {request} differs"
 
 
+RETRY_S = 0.2
+"""After how long a worker comes back to a daemon that was killed under it."""
+
 KINDS = ["whole"] * 70 + ["selective"] * 15 + ["source aborts"] * 5 + ["sink aborts"] * 5 + ["no sink"] * 5
 
 
@@ -142,7 +145,7 @@ def work(daemons: tuple[DaemonProcess, DaemonProcess], worker: int, rate: float,
             tally.add(f"{kind}: {error.code}")
             if isinstance(error, DaemonLost | DaemonUnreachable):
                 pair.drop()
-                time.sleep(0.2)
+                due = max(due, time.monotonic() + RETRY_S)
         except KvdError as error:
             tally.fail(f"{kind}: {error.code}: {error.message}")
         except AssertionError as error:

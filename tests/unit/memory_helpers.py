@@ -1,7 +1,13 @@
-"""A stand-in for fabrics, for tests of memory."""
+"""A stand-in for fabrics and a small pool, for tests of memory."""
+
+from typing import Any
 
 from kvd.errors import FabricError
 from kvd.fabric.base import Region
+from kvd.memory.arena import PAGE
+from kvd.memory.pool import Pool
+
+ARENA = 16 * PAGE
 
 
 class Registrar:
@@ -23,3 +29,8 @@ class Registrar:
 
     def deregister(self, region: Region) -> None:
         self.regions.remove(region)
+
+
+def small_pool(arenas: int = 4, **more: Any) -> Pool:
+    """A pool without huge pages, of this many arenas."""
+    return Pool(arenas * ARENA, ARENA, "never", **more)

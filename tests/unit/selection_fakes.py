@@ -240,3 +240,9 @@ class FakeDaemon:
         entries = self.source[layer][rows // self.heads, index, rows % self.heads]
         entries[index == -1] = 0
         return entries
+
+
+def index_of(*rows: list[int]) -> Any:
+    """A KV index of these rows, the shorter ones with -1 at their end."""
+    k = max(len(row) for row in rows)
+    return np.array([row + [-1] * (k - len(row)) for row in rows], np.int32)

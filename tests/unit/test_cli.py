@@ -180,14 +180,14 @@ class TestServe:
     def served(self, environ: None, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         """What the daemon was asked to run with; it ends at once."""
         configs: list[Config] = []
-        module = types.ModuleType("kvd.daemon")
+        module = types.ModuleType("kvd.run")
 
         def run(config: Config, *, notifier: Any) -> int:
             configs.append(config)
             return 0
 
         module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "kvd.daemon", module)
+        monkeypatch.setitem(sys.modules, "kvd.run", module)
         monkeypatch.setattr("kvd.log.configure", lambda *args: None)
         monkeypatch.setattr("faulthandler.enable", lambda: None)
         return configs
@@ -218,7 +218,7 @@ class TestServe:
         def run(config: Config, *, notifier: Any) -> int:
             raise AddressInUse("127.0.0.1:7440 is taken; stop what listens there, or set peers.listen")
 
-        monkeypatch.setattr(sys.modules["kvd.daemon"], "run", run)
+        monkeypatch.setattr(sys.modules["kvd.run"], "run", run)
         result = invoke("serve")
         assert result.exit_code == 1
         assert result.stderr == "kvd: 127.0.0.1:7440 is taken; stop what listens there, or set peers.listen\n"

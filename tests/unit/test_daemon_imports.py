@@ -9,7 +9,7 @@ import sys
 def test_the_daemon_imports_no_model_library() -> None:
     code = (
         "import sys\n"
-        "import kvd.daemon, kvd.cli.serve\n"
+        "import kvd.run, kvd.cli.serve\n"
         "from kvd.fabric import registry\n"
         "[registry.create(name) for name in registry.names() if name in ('tcp', 'loopback')]\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'matplotlib', 'kvd.demo', 'kvd.profiling.run'}\n"

@@ -1,89 +1,20 @@
-"""The pool: gaps that join again, leases that wait for late data, limits, fabrics."""
+"""The pool: leases that wait for late data, limits, fabrics."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvd.errors import Busy, FabricError, InvalidArgument, LeaseExpired, OutOfMemory, ShuttingDown
 from kvd.memory import limits
 from kvd.memory.arena import PAGE, Arena, create_arena
-from kvd.memory.extents import Extents
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
-from tests.unit.memory_helpers import Registrar
-
-ARENA = 16 * PAGE
-
-
-def small_pool(arenas: int = 4, **more: Any) -> Pool:
-    return Pool(arenas * ARENA, ARENA, "never", **more)
-
-
-# --- extents ------------------------------------------------------------------------------------------------------
-
-
-def test_the_smallest_gap_that_fits_is_taken() -> None:
-    extents = Extents(100, 10)
-    assert [extents.take(n) for n in (30, 10, 20, 10, 30)] == [0, 30, 40, 60, 70]
-    extents.give(0, 30)
-    extents.give(40, 20)
-    assert extents.take(15) == 40
-    assert extents.take(25) == 0
-    assert extents.take(1) is None
-    assert extents.free == 0
-
-
-def test_a_piece_given_back_twice_is_refused() -> None:
-    extents = Extents(100, 10)
-    extents.take(30)
-    extents.take(10)
-    extents.give(0, 30)
-    for offset, nbytes in ((0, 30), (20, 20), (30, 80), (-10, 10)):
-        with pytest.raises(InvalidArgument):
-            extents.give(offset, nbytes)
-    assert extents.gaps() == [(0, 30), (40, 60)]
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 1 << 30))), st.sampled_from([1, 8]))
-def test_extents_agree_with_a_bitmap(steps: list[tuple[bool, int, int]], grain: int) -> None:
-    size = 96
-    extents, bitmap, pieces = Extents(size, grain), [False] * size, []
-    for take, nbytes, pick in steps:
-        if take or not pieces:
-            need = -(-nbytes // grain) * grain
-            fits = [at for at in range(size - need + 1) if not any(bitmap[at : at + need])]
-            offset = extents.take(nbytes)
-            assert (offset is None) == (not fits)
-            if offset is not None:
-                assert offset % grain == 0
-                assert not any(bitmap[offset : offset + need])
-                bitmap[offset : offset + need] = [True] * need
-                pieces.append((offset, nbytes, need))
-        else:
-            offset, nbytes, need = pieces.pop(pick % len(pieces))
-            extents.give(offset, nbytes)
-            bitmap[offset : offset + need] = [False] * need
-        gaps, at = [], 0
-        while at < size:
-            end = at
-            while end < size and not bitmap[end]:
-                end += 1
-            if end > at:
-                gaps.append((at, end - at))
-            at = end + 1
-        assert extents.gaps() == gaps, "gaps that touch are one"
-        assert extents.free == bitmap.count(False)
-        assert extents.empty == (not pieces)
-
+from tests.unit.memory_helpers import ARENA, Registrar, small_pool
 
 # --- leases -------------------------------------------------------------------------------------------------------
 
@@ -477,87 +408,3 @@ def test_always_without_huge_pages_is_refused_at_the_start(monkeypatch: pytest.M
     monkeypatch.setattr(limits, "huge_page_size", lambda: 0)
     with pytest.raises(OutOfMemory, match="auto"):
         Pool(8 * ARENA, ARENA, "always")
-
-
-# --- everything at once -------------------------------------------------------------------------------------------
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Any order of leases, holds and releases: no two leases share a byte, and nothing is lost."""
-
-    leases = Bundle("leases")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fabric = Registrar()
-        self.pool = small_pool(3, fabrics=[self.fabric], client_limit=2 * ARENA)
-        self.alive: dict[int, Lease] = {}
-        self.freed: list[int] = []
-        self.generations: set[int] = set()
-
-    @rule(target=leases, nbytes=st.integers(1, 2 * ARENA + PAGE), owner=st.integers(0, 2))
-    def lease(self, nbytes: int, owner: int) -> Lease | None:
-        held = sum(lease.mapped_bytes for lease in self.pool.leases(owner))
-        if held + nbytes > 2 * ARENA or nbytes > self.pool.largest_free:
-            with pytest.raises((Busy, OutOfMemory)):
-                self.pool.lease(nbytes, owner)
-            return None
-        lease = self.pool.lease(nbytes, owner)
-        assert lease.generation not in self.generations
-        self.generations.add(lease.generation)
-        self.alive[lease.generation] = lease
-        lease.on_free(lambda gone: self.freed.append(gone.generation))
-        mark = lease.generation % 251
-        lease.memory[0] = lease.memory[nbytes - 1] = mark
-        return lease
-
-    @rule(lease=leases)
-    def hold(self, lease: Lease | None) -> None:
-        if lease is not None:
-            if lease.released:
-                with pytest.raises(LeaseExpired):
-                    lease.hold()
-            else:
-                lease.hold()
-
-    @rule(lease=leases)
-    def unhold(self, lease: Lease | None) -> None:
-        if lease is not None and lease.holds:
-            lease.unhold()
-
-    @rule(lease=leases)
-    def release(self, lease: Lease | None) -> None:
-        if lease is not None:
-            lease.release()
-
-    @rule(owner=st.integers(0, 2))
-    def lose_process(self, owner: int) -> None:
-        waiting = self.pool.release_owner(owner)
-        assert all(lease.holds and lease.released for lease in waiting)
-
-    @invariant()
-    def nothing_overlaps_and_nothing_is_lost(self) -> None:
-        for generation, lease in list(self.alive.items()):
-            assert lease.free == (lease.released and not lease.holds)
-            assert lease.free == (generation in self.freed)
-            if lease.free:
-                del self.alive[generation]
-            else:
-                mark = generation % 251
-                assert lease.memory[0] == lease.memory[lease.nbytes - 1] == mark
-        spans = sorted((lease.fd, lease.offset, lease.offset + lease.mapped_bytes) for lease in self.alive.values())
-        for (fd, _, end), (next_fd, start, _) in itertools.pairwise(spans):
-            assert fd != next_fd or end <= start
-        assert self.pool.in_use == sum(lease.mapped_bytes for lease in self.alive.values())
-        assert self.pool.status().leases == len(self.alive)
-        assert self.pool.registered <= self.pool.limit
-        assert sum(region.nbytes for region in self.fabric.regions) == self.pool.registered
-        assert len(self.freed) == len(set(self.freed))
-
-    def teardown(self) -> None:
-        self.pool.close()
-        assert self.fabric.regions == []
-
-
-TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
