@@ -122,6 +122,8 @@ async def stage(pool: Pool, turn: asyncio.Lock, move: Move, record: Record, laye
         move.regroup_us += int((time.perf_counter() - began) * 1e6)
 
     async with turn:
+        # The link gets what the batch before has submitted first: the loop has its own turn for that.
+        await asyncio.sleep(0)
         move.check()
         if nbytes <= INLINE_BYTES:
             collections.deque(work(), maxlen=0)

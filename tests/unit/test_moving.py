@@ -81,7 +81,9 @@ async def test_a_move_that_is_cancelled_between_turns_stops(
     move = Move()
 
     async def cancel() -> None:
-        await asyncio.sleep(0)
+        for _ in range(6):  # of about twenty turns
+            await asyncio.sleep(0)
+        assert move.regroup_us
         move.cancel()
 
     with pytest.raises(Aborted):
