@@ -65,7 +65,7 @@ SHARE = 0.2
 """Each query's selection, as a share of the prompt."""
 NARROW_SHARE = 0.05
 """That of the last query when it is asked again."""
-TOKENS_PER_QUERY = 8
+TOKENS_PER_QUERY = 10
 """A query is asked for each so many computed tokens at most, which bounds its share of a short prefill."""
 BLOCKS = 1000
 """KV blocks a layer that are told apart, as profiles do."""
