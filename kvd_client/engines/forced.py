@@ -23,7 +23,7 @@ import torch
 from kvd_client.counters import ALWAYS_LAYERS
 from kvd_client.engines import _transformers_adapter as adapter
 from kvd_client.engines.local import shape_from
-from kvd_client.engines.prompt import SPAN, PromptQueries
+from kvd_client.engines.prompt import QUERIES, SPAN, TOKENS_PER_QUERY, PromptQueries
 from kvd_client.engines.selective import entries_of
 from kvd_client.engines.transformers import run_prompts, spec_of
 from kvd_client.errors import InvalidArgument
@@ -144,7 +144,7 @@ def asked(
     queries = PromptQueries(model, shape, selector, told=found.__setitem__)
     windows = adapter.windows(model)
     # The cache brings the state's own K and V, and only the tokens that are asked run again.
-    start = max(state.length - SPAN, 0)
+    start = max(state.length - max(SPAN, QUERIES * TOKENS_PER_QUERY), 0)
 
     def watch(layer: int, at: int, query: torch.Tensor) -> None:
         if layer >= ALWAYS_LAYERS and not windows[layer]:

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from kvd.cli.main import app
 from kvd.profiling import record_run, recorded
+from kvd_client.engines.prompt import AHEAD
 from tests.engine_models import model_folder
 
 
@@ -57,7 +58,8 @@ def test_each_prompt_is_a_file_and_what_is_there_stays(model: Path, texts: list[
     ]
     for one in found:
         assert (one.step_mask(slice(2, None)).sum(-1) == 20).all(), "a fifth of each head's tokens, rounded up"
-        assert one.query_count == 9, "every other of the last 16, at most one for each 8 tokens; the last one twice"
+        assert one.query_count == 10, "one for each ten tokens; the last one twice"
+        assert one.asked_ahead == AHEAD
     again = selections(model, texts, out)
     assert "0 prompts recorded, 2 were there" in again.stdout
     assert times_of(out) == first
