@@ -88,8 +88,8 @@ def test_a_measured_link_gives_t_t_and_names_are_the_transfers(model: Path, text
         (("--selector", "best"), 2, "there is no selector 'best'"),
         (("--link-rate", "0mbit"), 2, "rate 0"),
         (("--link-rate", "8mbit", "--link", "x"), 2, "--link-rate and --link"),
-        (("--texts", "/none"), 1, "/none: can't be read"),
-        (("--model", "/none"), 1, "/none: has no config.json"),
+        (("--texts", "/none"), 2, "/none: can't be read"),
+        (("--model", "/none"), 2, "/none: has no config.json"),
         (("--share", 0), 2, "--share"),
     ],
 )
