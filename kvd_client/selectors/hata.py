@@ -1,8 +1,14 @@
 """HATA: hash codes of queries and keys, compared by Hamming distance.
 
 Code: the sign bits of x W, with W (head dim x bits) trained for each layer and KV head (:mod:`.hata_training`), or,
-without weights, of independent normal numbers: random hyperplanes, which estimate angles. Score: (G - 2 * sum over the
-group's query heads of popcount(q xor k) / bits) * |k|, the angle between query and key times the key's length.
+without weights, of independent normal numbers: random hyperplanes, which estimate angles. A query head's score of a key
+is (1 - 2 * popcount(q xor k) / bits) * |k|: the angle between query and key times the key's length.
+
+Where several query heads share a KV head, the paper adds their scores up (``reduce=sum``). The default here takes |q| /
+sqrt(head dim) times the score for a logit and adds up the heads' softmaxes of it, as InfiniGen has it: a head that
+attends to few tokens counts more. On SmolLM2 that diverges less from the full cache (0.0069 nats for 0.0122 at 20 %,
+0.0198 for 0.0362 at 10 %, six prompts) and finds facts that sums lose. With one query head to a KV head both select the
+same.
 
 Metadata is bits / 8 + 2 bytes a token and KV head: of an fp16 KV cache 6.6 % with 256 bits at head dim 128, 13.3 % at
 64.
@@ -18,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import FingerprintMismatch, InvalidArgument
-from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, Training, group
+from kvd_client.selectors.base import Arrays, Chunk, Scores, ScoringSelector, Shape, Training, check_reduce, group
 from kvd_client.selectors.weights import Weights
 from kvd_client.spec import MetadataSpec
 
@@ -37,17 +43,20 @@ _LIMIT = float(np.finfo(np.float16).max)
 
 @dataclasses.dataclass(frozen=True)
 class Hata(ScoringSelector):
-    """``bits`` a code, a multiple of 64; ``seed`` of the untrained projection, the same at both ends."""
+    """``bits`` a code, a multiple of 64; ``seed`` of the untrained projection, the same at both ends; ``reduce`` over
+    the query heads of a KV head, ``softmax`` or ``sum``."""
 
     name: ClassVar[str] = "hata"
     trained: ClassVar[bool] = True
     bits: int = 0
     """0: those of the weights, or 256."""
     seed: int = 0
+    reduce: str = "softmax"
     ahead: bool = False
     weights: Weights | None = None
 
     def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("softmax", "sum"))
         bits = self.bits or 256
         if self.weights is not None:
             matrix = self.weights.for_selector(self.name).arrays.get(HASH)
@@ -91,20 +100,34 @@ class Hata(ScoringSelector):
 
     def scores(self, shape: Shape, queries: torch.Tensor, arrays: Arrays, *, layer: int) -> Scores:
         import torch
+
+        q = group(queries, shape.kv_heads)
+        rows, heads, g, w, dim = q.shape
+        norms = torch.from_numpy(self._norms(shape, arrays)).float()[:, :, None]
+        codes = np.empty((rows, heads, g, w, self.bits // 8), np.uint8)
+        for head in range(heads):
+            codes[:, head] = self._hash(q[:, head].flatten(0, 2), layer, head).reshape(rows, g, w, -1)
+        if self.reduce == "sum":
+            scores: Scores = (self._agreement(shape, arrays, codes) * norms).numpy()
+            return scores
+        each = torch.stack([self._agreement(shape, arrays, codes[:, :, at : at + 1]) for at in range(g)], 2)
+        logits = each * norms[:, :, None] * (q.norm(dim=-1, keepdim=True) / dim**0.5)
+        found = torch.zeros(rows, heads, w, shape.longest)
+        for row, length in enumerate(shape.lengths):
+            found[row, :, :, :length] = torch.softmax(logits[row, ..., :length], -1).sum(1)
+        return found.numpy()  # type: ignore[no-any-return]
+
+    def _agreement(self, shape: Shape, arrays: Arrays, codes: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """Of codes (rows, KV heads, G, w, bits / 8) float32 (rows, KV heads, w, tokens): from -G, where all bits of all
+        heads differ from the key's, to G."""
+        import torch
         from kvd_kernels import hamming
 
-        q, size = group(queries, shape.kv_heads), self.bits // 8
-        rows, heads, g, w, _ = q.shape
-        asked = np.empty((w, rows, heads, g, size), np.uint8)
-        for head in range(heads):
-            codes = self._hash(q[:, head].permute(2, 0, 1, 3).flatten(0, 2), layer, head)
-            asked[:, :, head] = codes.reshape(w, rows, g, size)
+        rows, heads, g, w, size = codes.shape
         kept = self._codes(shape, arrays).reshape(rows * heads, shape.longest, size)
-        distances = [hamming(each, kept) for each in asked.reshape(w, rows * heads, g, size)]
-        distance = torch.from_numpy(np.stack(distances, 1)).unflatten(0, (rows, heads))
-        agreement = (g * self.bits - 2 * distance).float() / self.bits
-        scores: Scores = (agreement * torch.from_numpy(self._norms(shape, arrays)).float()[:, :, None]).numpy()
-        return scores
+        asked = np.moveaxis(codes, 3, 0).reshape(w, rows * heads, g, size)
+        differ = torch.from_numpy(np.stack([hamming(np.ascontiguousarray(each), kept) for each in asked], 1))
+        return (g - 2 * differ.float() / self.bits).unflatten(0, (rows, heads))
 
     def _hash(self, x: torch.Tensor, layer: int, head: int) -> npt.NDArray[np.uint8]:
         from kvd_kernels import sign_codes

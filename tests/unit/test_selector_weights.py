@@ -186,20 +186,26 @@ def test_columns_without_any_difference_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_trained_hata_is_its_formula(form: str) -> None:
+@pytest.mark.parametrize("reduce", ["sum", "softmax"])
+def test_trained_hata_is_its_formula(form: str, reduce: str) -> None:
     heads = FORMS[form][0]
-    selector: Any = create("hata", weights=weights_of("hata", heads))
+    selector: Any = create("hata", weights=weights_of("hata", heads), reduce=reduce)
     scene = Scene(selector, form)
     scores = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER)[:, :, 0]
     for row, length in enumerate(LENGTHS):
         for head in range(heads):
             query, _, keys = scene.numbers(row, head)
             w = selector.weights.arrays["hash"][LAYER, head].astype(np.float64)
-            differ = ((query @ w > 0)[:, None] != (keys @ w > 0)).sum((0, 2))
-            expected = (len(query) - 2 * differ / 128) * np.linalg.norm(keys, axis=1)
-            np.testing.assert_allclose(scores[row, head, :length], expected, rtol=2e-3, atol=0.1)
+            differ = ((query @ w > 0)[:, None] != (keys @ w > 0)).sum(2)
+            each = (1 - 2 * differ / 128) * np.linalg.norm(keys, axis=1)
+            logits = each * np.linalg.norm(query, axis=1)[:, None] / np.sqrt(DIM)
+            attention = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+            expected = (each if reduce == "sum" else attention).sum(0)
+            np.testing.assert_allclose(
+                scores[row, head, :length], expected, rtol=2e-3, atol=0.1 if reduce == "sum" else 0
+            )
     other = selector.scores(scene.shape, scene.query, scene.arrays, layer=LAYER + 1)[:, :, 0]
-    assert np.abs(other[0] - scores[0]).max() > 1, "each layer has its own"
+    assert np.abs(other[0] / scores[0] - 1).max() > 0.1, "each layer has its own"
 
 
 def test_skewing_gathers_the_queries_length_in_few_columns() -> None:
@@ -277,7 +283,12 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     assert dict(again.parameters) == {"rate": 0.5, "steps": 3}
     assert (again.revision, again.notes, again.created) == ("r", "two\nlines", weights.created)
     assert not again.arrays["hash"].flags.writeable
-    assert create("hata", weights=path).parameters == {"bits": 128, "seed": 0, "weights": weights.fingerprint}
+    assert create("hata", weights=path).parameters == {
+        "bits": 128,
+        "seed": 0,
+        "reduce": "softmax",
+        "weights": weights.fingerprint,
+    }
 
 
 def test_damage_anywhere_is_found() -> None:

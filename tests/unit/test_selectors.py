@@ -28,6 +28,7 @@ SCORING: list[tuple[str, dict[str, Any]]] = [
     ("quest", {"page": 5}),
     ("hata", {"bits": 128}),
     ("hata", {"bits": 256, "seed": 3}),
+    ("hata", {"reduce": "sum"}),
     ("exact", {}),
     ("exact", {"reduce": "max"}),
     ("exact", {"reduce": "softmax"}),
@@ -86,8 +87,12 @@ class Scene:
             each = np.maximum(queries * page.min(0), queries * page.max(0)).sum(1)
             return float(each.sum() if s.reduce == "sum" else each.max())
         w = np.random.RandomState(s.seed).standard_normal((keys.shape[1], s.bits)).astype(np.float32).astype(np.float64)
-        differ = sum(int(((q @ w > 0) != (keys[token] @ w > 0)).sum()) for q in queries)
-        return float((len(queries) - 2 * differ / s.bits) * np.linalg.norm(keys[token]))
+        agree = 1 - 2 * ((queries @ w > 0)[:, None] != (keys @ w > 0)).sum(2) / s.bits
+        each = agree * np.linalg.norm(keys.astype(np.float64), axis=1)
+        if s.reduce == "sum":
+            return float(each[:, token].sum())
+        every = np.exp(each * np.linalg.norm(queries, axis=1)[:, None] / np.sqrt(keys.shape[1]))
+        return float((every[:, token] / every.sum(1)).sum())
 
 
 @pytest.mark.parametrize("form", GROUPS)
@@ -250,7 +255,7 @@ def test_hashes_are_the_same_in_every_process() -> None:
 def test_the_registry_knows_its_own_and_what_packages_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     own = names()
     assert own == ["exact", "hata", "infinigen", "quest", "random", "streaming"]
-    assert create("hata", bits=128).parameters == {"bits": 128, "seed": 0}
+    assert create("hata", bits=128).parameters == {"bits": 128, "seed": 0, "reduce": "softmax"}
     assert create("quest").parameters == {"page": 16, "reduce": "sum"}
     assert [name for name in names() if not create(name).deployable] == ["exact"]
     with pytest.raises(InvalidArgument, match="no selector 'ours'"):
@@ -305,6 +310,7 @@ def test_selectors_are_written_with_parameters() -> None:
         ("quest", {"reduce": "mean"}),
         ("exact", {"reduce": ""}),
         ("quest", {"reduce": "softmax"}),
+        ("hata", {"reduce": "max"}),
         ("hata", {"bits": 100}),
         ("hata", {"bits": -64}),
         ("infinigen", {"columns": 0.0}),
