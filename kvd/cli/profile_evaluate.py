@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 SELECTIONS = (
     *("exact@0.2", "exact@0.1", "exact@0.05", "exact:reduce=softmax@0.2"),
-    *("infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2"),
+    *("infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2", "infinigen:ahead=false@0.2"),
     *("hata@0.2", "hata@0.1", "hata@0.05", "hata-untrained@0.2", "quest@0.2", "quest@0.1", "streaming@0.2"),
     "random@0.2",
 )
 RECORDED = ("exact@0.2", "infinigen@0.2", "hata@0.2")
 RECALLING = (
     *("exact@0.2", "exact@0.1", "exact:reduce=softmax@0.2"),
-    *("infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2"),
+    *("infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2", "infinigen:ahead=false@0.2"),
     *("hata@0.2", "hata@0.1", "quest@0.2", "streaming@0.2", "random@0.2"),
 )
 _SELECTIONS, _RECORDED, _RECALLING = " ".join(SELECTIONS), " ".join(RECORDED), " ".join(RECALLING)
