@@ -2,8 +2,8 @@
 
 Selections happen at sinks; the order of sending is the sources' to choose. So a sink's daemon keeps what its processes
 report for itself and, in small messages (:class:`kvd.wire.messages.Learnt`), tells every source that has served the
-model: each message is the mean of what a few requests selected, a byte for each block. A source learns from such a
-message what it would have learnt from the requests. Nobody passes on what it heard.
+model: each is the mean of what a few requests selected, later ones counting more as the half-life has it, a byte for
+each block. A source learns from it what it would have learnt from the requests. Nobody passes on what it heard.
 
 Everything is bounded: the matrices that are kept (the one that was not used for longest goes first), those who are
 told, and what waits to be told. Time comes as an argument, in seconds; files are read at the start, and written when
@@ -25,7 +25,7 @@ import numpy as np
 import structlog
 
 from kvd.errors import InvalidArgument, InvalidProfile, KvdError, NotFound
-from kvd.importance.learning import HalfLife, Learnt, Mean, Rates, check_rates, packed, unpacked
+from kvd.importance.learning import HalfLife, Learnt, Rates, check_rates, packed, unpacked
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix, resampled_columns
 from kvd.profiling import files
 from kvd.profiling.profile import MAX_BLOCKS, MAX_NAME, Parameter, Profile, ProfileGroup
@@ -87,7 +87,7 @@ class Learner:
         self._groups: collections.OrderedDict[tuple[Key, int], _Group] = collections.OrderedDict()
         """The one that was used last is last."""
         self._sources: dict[Key, collections.OrderedDict[NodeId, None]] = {}
-        self._outbox: collections.OrderedDict[tuple[Key, int], Mean] = collections.OrderedDict()
+        self._outbox: collections.OrderedDict[tuple[Key, int], Learnt] = collections.OrderedDict()
         for path in sorted(folder.glob(f"*{SUFFIX}")) if folder is not None and folder.is_dir() else []:
             self._load(path, now)
 
@@ -127,7 +127,8 @@ class Learner:
             known.move_to_end(source)
             while len(known) > MAX_SOURCES:
                 known.popitem(last=False)
-            self._outbox.setdefault((key, low), Mean()).add(mine, requests=requests, tokens=tokens)
+            told = self._outbox.setdefault((key, low), Learnt(*mine.shape))
+            told.learn(mine, self._half_life, requests=requests, tokens=tokens)
 
     def hear(self, node: NodeId, message: wire.Learnt, now: float) -> None:
         """A sink's daemon tells what its processes selected. Raises :class:`InvalidArgument`, with nothing learnt, for
@@ -266,16 +267,16 @@ class Learner:
     def outgoing(self) -> Iterator[tuple[NodeId, wire.Learnt]]:
         """Take what is to be told, and to whom; the rest waits for the next call."""
         for _ in range(min(MESSAGES_AT_A_TIME, len(self._outbox))):
-            (key, low), mean = self._outbox.popitem(last=False)
+            (key, low), told = self._outbox.popitem(last=False)
             group = self._groups.get((key, low))
-            if group is None or mean.rates is None:
+            if group is None or not told.requests:
                 continue
             layers, kv_heads, entry_bytes = group.form
-            scale, rates = packed(mean.rates)
+            scale, rates = packed(np.clip(told.values, 0, 1))  # rounding may leave a value just beyond
             message = wire.Learnt(
                 model=key[0], revision=key[1], selector=key[2], layers=layers, kv_heads=kv_heads,
-                entry_bytes=entry_bytes, low=low, blocks=mean.rates.shape[1], requests=mean.requests,
-                tokens=mean.tokens, scale=scale, rates=rates,
+                entry_bytes=entry_bytes, low=low, blocks=told.values.shape[1], requests=told.requests,
+                tokens=told.tokens, scale=scale, rates=rates,
             )  # fmt: skip
             for node in self._sources.get(key, ()):
                 self.counters["learnt_told"] += 1

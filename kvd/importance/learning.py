@@ -7,7 +7,8 @@ many requests (or decoded tokens) the report is about:
 
 ``weight`` is the share of a full memory that has been filled: 1 where learning began with a profile, 0 where it began
 with nothing. So the first report counts wholly where nothing else is known, and an old workload, or the profile of the
-start, counts one half after a half-life. Pure: no clock, no IO.
+start, counts one half after a half-life. What was learnt from nothing of several reports is, as one report about all of
+their requests, worth as much as they are one by one. Pure: no clock, no IO.
 """
 
 from __future__ import annotations
@@ -102,24 +103,6 @@ class Learnt:
         """A matrix of everything that was learnt."""
         # Rounding may leave a value just below zero.
         return ImportanceMatrix(np.maximum(self.values, 0))
-
-
-class Mean:
-    """Reports of which one shall be made: their mean, by requests."""
-
-    __slots__ = ("rates", "requests", "tokens")
-
-    def __init__(self) -> None:
-        self.rates: Rates | None = None
-        self.requests = self.tokens = 0.0
-
-    def add(self, rates: Rates, *, requests: float, tokens: float) -> None:
-        self.requests += requests
-        self.tokens += tokens
-        if self.rates is None:
-            self.rates = rates.copy()
-        else:
-            self.rates += np.float32(requests / self.requests) * (rates - self.rates)
 
 
 def check_rates(rates: Rates, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvd.errors import InvalidArgument
-from kvd.importance.learning import FRESH, HalfLife, Learnt, Mean, packed, unpacked
+from kvd.importance.learning import FRESH, HalfLife, Learnt, packed, unpacked
 
 RATES = hnp.arrays(
     np.float32,
@@ -110,13 +110,23 @@ def test_nonsense_teaches_nothing(reported: np.ndarray, how: dict[str, float], s
     assert learnt.requests == 0
 
 
-def test_a_mean_of_reports() -> None:
-    mean = Mean()
-    mean.add(rates(0.2), requests=1, tokens=10)
-    mean.add(rates(0.8), requests=2, tokens=30)
-    assert mean.rates is not None
-    np.testing.assert_allclose(mean.rates, 0.6, rtol=1e-6)
-    assert (mean.requests, mean.tokens) == (3, 40)
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(0.25, 20), st.floats(1, 500)), min_size=1, max_size=8),
+    st.sampled_from([HalfLife(4), HalfLife(200, "tokens")]),
+    st.booleans(),
+)
+def test_reports_told_as_one_teach_what_they_do_one_by_one(
+    reports: list[tuple[float, float, float]], half_life: HalfLife, started: bool
+) -> None:
+    start = rates(0.3) if started else None
+    one_by_one, at_once, told = Learnt(*SHAPE, start), Learnt(*SHAPE, start), Learnt(*SHAPE)
+    for value, requests, tokens in reports:
+        for learnt in (one_by_one, told):
+            learnt.learn(rates(value), half_life, requests=requests, tokens=tokens)
+    at_once.learn(np.clip(told.values, 0, 1), half_life, requests=told.requests, tokens=told.tokens)
+    np.testing.assert_allclose(at_once.values[2:], one_by_one.values[2:], atol=1e-5)
+    assert at_once.weight == pytest.approx(one_by_one.weight)
 
 
 @settings(deadline=None)
