@@ -210,19 +210,22 @@ def test_a_killed_process_ends_it_with_one_sentence(tmp_path: Path, model: Path,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "code", "sentence"),
     [
-        (["--model", "/nowhere"], "kvd: /nowhere: has no config.json; "),
-        (["--prompt-file", "/nowhere.txt"], "kvd: /nowhere.txt: can't be read: no such file or directory\n"),
+        (["--model", "/nowhere"], 2, "kvd: /nowhere: has no config.json; "),
+        (["--prompt-file", "/nowhere.txt"], 2, "kvd: /nowhere.txt: can't be read: no such file or directory\n"),
         (
             ["--prompt-tokens", "600"],
+            1,
             "kvd: the prefill process failed: a prompt of 600 tokens and 32 new ones ",
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(tmp_path: Path, model: Path, arguments: list[str], sentence: str) -> None:
+def test_what_cannot_be_done_is_said(
+    tmp_path: Path, model: Path, arguments: list[str], code: int, sentence: str
+) -> None:
     demo = Demo(tmp_path, "--model", str(model), *arguments)
-    assert demo.end() == 1
+    assert demo.end() == code
     assert demo.out == ""
     assert demo.err.splitlines(keepends=True)[-1].startswith(sentence)
 

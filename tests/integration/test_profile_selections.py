@@ -108,7 +108,7 @@ def test_a_stopped_command_goes_on(
         (("--tokens", 500, "--steps", 13), 2, "model's context of 512"),
         (("--texts", "three"), 2, "is no domain"),
         (("--selector", "best"), 2, "there is no selector 'best'"),
-        (("--model", "/none"), 1, "/none: has no config.json"),
+        (("--model", "/none"), 2, "/none: has no config.json"),
     ],
 )
 def test_what_can_be_wrong_is_one_sentence_and_changes_nothing(
