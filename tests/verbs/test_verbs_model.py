@@ -212,6 +212,7 @@ class Fabric:
         self.device, self.chain, self.key = Device(world), Chain(), key
         self.endpoints: set[VerbsEndpoint] = set()
         self.table = RegionTable()
+        self.exports: dict[int, int] = {}
 
     def register(self, memory: memoryview) -> Any:
         return self.table.register(memory)
