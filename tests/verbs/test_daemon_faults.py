@@ -68,7 +68,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with destroyed(*made):
         start(*made)
         found = Pair(made[0], made[1])
-        one_transfer(found, "settle")
+        one_transfer(found, "settle", TOKENS)  # arenas are made once
         for daemon in found.both:
             eventually(f"{daemon.node} is idle", idle(daemon))
             found.descriptors[daemon.node] = daemon.resources()[0]
