@@ -108,9 +108,10 @@ class Pair:
     def both(self) -> tuple[DaemonProcess, DaemonProcess]:
         return self.prefill, self.decode
 
-    def settle(self) -> Pair:
-        """Run what grows what grows once (arenas, the session), and count descriptors."""
-        one_transfer(self, "settle", LONG)
+    def settle(self, tokens: int = LONG) -> Pair:
+        """Run what grows what grows once (arenas for transfers of ``tokens`` tokens, the session), and count
+        descriptors as :func:`all_is_well` will."""
+        one_transfer(self, "settle", tokens)
         for daemon in self.both:
             eventually(f"{daemon.node} is idle", idle(daemon))
 

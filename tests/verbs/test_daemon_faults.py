@@ -26,9 +26,7 @@ from tests.integration.fault_helpers import (
     destroyed,
     entries,
     eventually,
-    idle,
     kill_and_start,
-    one_transfer,
     saw,
     start,
     stopped,
@@ -67,12 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     ]
     with destroyed(*made):
         start(*made)
-        found = Pair(made[0], made[1])
-        one_transfer(found, "settle", TOKENS)  # arenas are made once
-        for daemon in found.both:
-            eventually(f"{daemon.node} is idle", idle(daemon))
-            found.descriptors[daemon.node] = daemon.resources()[0]
-        yield found
+        yield Pair(made[0], made[1]).settle(TOKENS)
 
 
 @pytest.mark.parametrize(("victim", "mode"), [("prefill", "speculative"), ("decode", "full")])

@@ -1,6 +1,5 @@
 """The verbs fabric under the conformance suite: over two devices, on both event loops."""
 
-import gc
 import itertools
 
 import pytest
@@ -9,12 +8,6 @@ from kvd.fabric.conformance import FabricConformance
 from tests.verbs.devices import DEVICES, needs_devices
 
 pytestmark = needs_devices
-
-
-@pytest.fixture(autouse=True, scope="module")
-def collected():
-    """What earlier modules left in cycles goes now, and not while a test counts descriptors."""
-    gc.collect()
 
 
 class OverTwoDevices(FabricConformance):
