@@ -72,6 +72,7 @@ class Daemon:
             device=config.fabric.device,
             port=config.fabric.port,
             gid_index=config.fabric.gid_index,
+            memory=config.memory.pool,
             level=config.security.level,
             checksums=config.security.checksums,
             log=log,

@@ -22,18 +22,19 @@ def choose(
     device: str,
     port: int,
     gid_index: int,
+    memory: int = 0,
     level: str = "plain",
     checksums: bool = True,
     log: Log,
 ) -> list[Fabric]:
-    """Make the fabrics of ``name``, the preferred one first; ``device``, ``port`` and ``gid_index`` are for verbs,
-    ``level`` and ``checksums`` for tcp.
+    """Make the fabrics of ``name``, the preferred one first; ``device``, ``port``, ``gid_index`` and
+    ``memory``, the bytes that are going to be registered, are for verbs, ``level`` and ``checksums`` for tcp.
 
     ``auto`` offers verbs and tcp, for peers without RDMA, or tcp alone with one line in the log that says why. Any
-    other name is taken at its word: ``verbs`` raises :class:`~kvd.errors.FabricError` without a usable device
-    (:class:`~kvd.errors.ConfigError` without pyverbs), and ``tcp`` opens no device.
+    other name is taken at its word: ``verbs`` raises :class:`~kvd.errors.FabricError` without a usable device,
+    or where the memory can't be locked (:class:`~kvd.errors.ConfigError` without pyverbs), and ``tcp`` opens no device.
     """
-    verbs = {"device": device, "port": port, "gid_index": gid_index}
+    verbs = {"device": device, "port": port, "gid_index": gid_index, "memory": memory}
     tcp = {"level": level, "checksums": checksums}
     if name == "auto":
         always = registry.create("tcp", rate=rate, **tcp)

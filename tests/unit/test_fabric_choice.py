@@ -22,7 +22,7 @@ class Log:
 
 
 def choose(name: str, log: Log | None = None) -> Any:
-    return choice.choose(name, rate=1e6, device="mlx5_0", port=2, gid_index=3, log=log or Log())
+    return choice.choose(name, rate=1e6, device="mlx5_0", port=2, gid_index=3, memory=1 << 30, log=log or Log())
 
 
 def with_verbs(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
@@ -67,7 +67,7 @@ def test_auto_prefers_verbs_with_its_options(monkeypatch: pytest.MonkeyPatch) ->
     with_verbs(monkeypatch, make)
     log = Log()
     assert [type(fabric) for fabric in choose("auto", log)] == [LoopbackFabric, TcpFabric]
-    assert made == [{"rate": 1e6, "device": "mlx5_0", "port": 2, "gid_index": 3}]
+    assert made == [{"rate": 1e6, "device": "mlx5_0", "port": 2, "gid_index": 3, "memory": 1 << 30}]
     assert log.lines == []
 
 

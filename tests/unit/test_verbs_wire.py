@@ -166,6 +166,18 @@ def test_infiniband_takes_the_first() -> None:
     assert choose([(0, LINK_LOCAL, False)], infiniband=True) == (0, LINK_LOCAL)
 
 
+def test_memory_that_must_not_be_locked_is_refused_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "memlock_limit", lambda: 8 << 20)
+    advice.check_memlock("mlx5_0", 8 << 20)
+    with pytest.raises(
+        FabricError, match=r"limit is 8388608 bytes, but the pool has 8388609, .*LimitMEMLOCK"
+    ) as raised:
+        advice.check_memlock("mlx5_0", (8 << 20) + 1)
+    assert (raised.value.fields["need"], raised.value.fields["limit"]) == ((8 << 20) + 1, 8 << 20)
+    monkeypatch.setattr(advice, "memlock_limit", lambda: None)
+    advice.check_memlock("mlx5_0", 1 << 50)
+
+
 def test_registration_errors_name_limit_need_and_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "memlock_limit", lambda: 65536)
     error = advice.registration_error("mlx5_0", 1 << 30, errno.ENOMEM, "Failed to register")

@@ -145,3 +145,15 @@ def test_a_user_without_rights(tmp_path: Path, command: Callable[[Path], int], f
     assert code == fails, text
     assert re.search("memlock limit(:| is) 65536 bytes", text), text
     assert "LimitMEMLOCK=infinity" in text
+
+
+def test_auto_is_tcp_where_the_memory_must_not_be_locked(tmp_path: Path) -> None:
+    """With one arena's worth, too: the next one would have been refused when it was needed."""
+    path = written(tmp_path, "auto")
+    for folder in (tmp_path, *tmp_path.parents):
+        folder.chmod(folder.stat().st_mode | 0o755)
+    limit = "memlock limit(:| is) 20971520 bytes, but the pool has 64MiB"
+    for command, start in ((serve, "since verbs can't be used.*"), (configuration.check, "auto means tcp here: ")):
+        code, text = as_nobody(lambda command=command: command(path), 20 << 20)  # type: ignore[misc]
+        assert code == 0, text
+        assert re.search(start + limit, text), text

@@ -105,6 +105,21 @@ def registration_error(device: str, nbytes: int, number: int, text: str) -> Fabr
     )
 
 
+def check_memlock(device: str, nbytes: int) -> None:
+    """Raises :class:`FabricError` where this process may not lock the ``nbytes`` that are going to be registered: at
+    the start, and not when the first arena that is too many is wanted."""
+    limit = memlock_limit()
+    if limit is not None and limit < nbytes:
+        raise FabricError(
+            f"the memlock limit is {limit} bytes, but the pool has {nbytes}, which the RDMA device {device!r} needs "
+            "locked; raise it (LimitMEMLOCK=infinity in the systemd unit, ulimit -l unlimited in a shell), or lower "
+            "memory.pool",
+            device=device,
+            need=nbytes,
+            limit=limit,
+        )
+
+
 NO_DMABUF = (errno.EBADF, errno.EINVAL)
 """What a driver says of a descriptor that is no dma-buf; and below, one that takes none, whatever the descriptor."""
 NO_DMABUFS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPROTONOSUPPORT)

@@ -56,6 +56,7 @@ def examine(
             "raise it: LimitMEMLOCK=infinity in the systemd unit, ulimit -l unlimited in a shell, or a memlock line in "
             "/etc/security/limits.conf; or lower memory.pool (this is the limit of this shell; a systemd unit has its "
             "own: systemctl show -p LimitMEMLOCK kvd)",
+            "memory.pool",
         )
     yield from _peer_memory(sys, dev)
     yield _trial(device, port, gid_index, there=all(finding.ok for finding in there), cards=cards)

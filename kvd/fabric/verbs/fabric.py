@@ -12,6 +12,7 @@ from kvd.errors import FabricError, KvdError
 from kvd.fabric.base import Bringup, Capabilities, Endpoint, Fabric, Grant, Region
 from kvd.fabric.regions import RegionTable
 from kvd.fabric.verbs import binding as ib
+from kvd.fabric.verbs.advice import check_memlock
 from kvd.fabric.verbs.device import Device
 from kvd.fabric.verbs.endpoint import MAX_MESSAGE, VerbsEndpoint
 from kvd.fabric.verbs.wire import ID_BYTES, KEY_BYTES, Token
@@ -39,16 +40,24 @@ class VerbsFabric(Fabric):
 
     ``device``: its name; "": the first one with an active port. ``gid_index``: the local address; -1: the first RoCE v2
     one with an IPv4 address, or else a global IPv6 one. ``rate`` limits what each endpoint moves, in bytes per
-    second; 0 means no limit.
+    second; 0 means no limit. ``memory``: bytes that are going to be registered, which this process must be allowed to
+    lock.
     """
 
     name = "verbs"
     capabilities = Capabilities(one_sided=True, max_message=MAX_MESSAGE, max_scatter=1)
 
-    def __init__(self, *, device: str = "", port: int = 1, gid_index: int = -1, rate: float = 0.0) -> None:
+    def __init__(
+        self, *, device: str = "", port: int = 1, gid_index: int = -1, rate: float = 0.0, memory: int = 0
+    ) -> None:
         self.rate = rate
         self.key = secrets.token_bytes(KEY_BYTES)
         self.device = Device(device, port, gid_index)
+        try:
+            check_memlock(self.device.name, memory)
+        except FabricError:
+            self.device.close()
+            raise
         self.details = self.device.details
         self.chain = ib.Chain(CHAIN_LINKS)
         self.endpoints: set[VerbsEndpoint] = set()
