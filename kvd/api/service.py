@@ -55,8 +55,8 @@ class ApiLimits:
     requests: int = 256
     """Requests of one client in progress; more are answered with ``BUSY``."""
     requests_s: float = 0.0
-    """Requests a second that are taken of one client, a second's worth at once; more wait in its socket. Ring events
-    count a tenth. 0: no limit."""
+    """Requests a second that are taken of one client, a second's worth at once; more wait in its socket, and its ring
+    events with them. 0: no limit."""
     write_buffer: int = 4 << 20
     """Replies that a client has not read; beyond it the client is closed."""
     hello_s: float = 5.0

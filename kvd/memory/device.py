@@ -14,19 +14,10 @@ from kvd.errors import InvalidArgument, OutOfMemory, ShuttingDown
 from kvd.fabric.base import Region
 from kvd.memory.arena import Arena, create_arena
 from kvd.memory.channels import ChannelSpace
+from kvd.memory.holdings import Holdings
 from kvd.memory.leases import Lifetime
+from kvd.memory.registrar import Registrar
 from kvd_client.statuses import DeviceStatus
-
-
-class Registrar(Protocol):
-    """What a device needs of a :class:`kvd.fabric.base.Fabric`."""
-
-    @property
-    def name(self) -> str: ...
-
-    def register(self, memory: memoryview) -> Region: ...
-
-    def deregister(self, region: Region) -> None: ...
 
 
 class Backing(Protocol):
@@ -192,8 +183,7 @@ class NpuDevice:
         self._backing = backing
         self._fabrics: list[Registrar] = []
         self._regions: dict[str, list[Region]] = {}
-        self._leases: dict[int, ChannelLease] = {}
-        self._by_owner: dict[Hashable, dict[int, ChannelLease]] = {}
+        self._holdings: Holdings[ChannelLease] = Holdings()
         self._generations = itertools.count(1)
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -240,7 +230,7 @@ class NpuDevice:
 
     def leases(self, owner: Hashable) -> list[ChannelLease]:
         """The owner's leases whose memory has not gone back yet, oldest first."""
-        return list(self._by_owner.get(owner, {}).values())
+        return self._holdings.of(owner)
 
     def status(self) -> DeviceStatus:
         space, every = self._space, range(self.channels)
@@ -249,7 +239,7 @@ class NpuDevice:
             backing=self.backing,
             channel_bytes=space.channel_bytes,
             alignment=space.alignment,
-            leases=len(self._leases),
+            leases=len(self._holdings),
             used=[space.used(channel) for channel in every],
             largest_free=[space.largest([channel]) for channel in every],
             largest_common=space.largest(),
@@ -293,15 +283,12 @@ class NpuDevice:
             generation=next(self._generations),
             owner=owner,
         )
-        self._leases[lease.generation] = lease
-        self._by_owner.setdefault(owner, {})[lease.generation] = lease
+        self._holdings.add(lease)
         return lease
 
     def release_owner(self, owner: Hashable) -> list[ChannelLease]:
         """Release every lease of a process that is gone; returns those whose memory waits for a hold to end."""
-        for lease in self.leases(owner):
-            lease.release()
-        return self.leases(owner)
+        return self._holdings.release(owner)
 
     # --- fabrics and end ------------------------------------------------------------------------------------------
 
@@ -320,7 +307,7 @@ class NpuDevice:
     def close(self) -> None:
         """Release all leases and give the channels back, held or not; close the fabrics first. Idempotent."""
         self._closed = True
-        for lease in list(self._leases.values()):
+        for lease in self._holdings:
             lease.release()
         for fabric in self._fabrics:
             for region in self._regions.pop(fabric.name):
@@ -331,10 +318,6 @@ class NpuDevice:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _reclaim(self, lease: ChannelLease) -> None:
-        del self._leases[lease.generation]
-        owned = self._by_owner[lease.owner]
-        del owned[lease.generation]
-        if not owned:
-            del self._by_owner[lease.owner]
+        self._holdings.remove(lease)
         for base, nbytes in zip(lease.bases, lease.sizes, strict=True):
             self._space.give(base, nbytes, lease.channels)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol
 
 import structlog
 
@@ -20,28 +20,15 @@ from kvd.fabric.base import Region
 from kvd.memory import limits
 from kvd.memory.arena import PAGE, Arena, HugePages, create_arena
 from kvd.memory.extents import Extents
+from kvd.memory.holdings import Holdings, Turnover
 from kvd.memory.leases import Lease
+from kvd.memory.registrar import Registrar
 from kvd_client.statuses import MemoryStatus
 
 log = structlog.get_logger("kvd.memory")
 
-FIRST_HINT_S = 0.5
-"""When to come back for memory, before any lease has been given back."""
-LEAST_HINT_S, MOST_HINT_S = 0.01, 5.0
-
 MAX_TRIES = 64
 """Arenas that one request has made before it gives up."""
-
-
-class Registrar(Protocol):
-    """What the pool needs of a :class:`kvd.fabric.base.Fabric`."""
-
-    @property
-    def name(self) -> str: ...
-
-    def register(self, memory: memoryview) -> Region: ...
-
-    def deregister(self, region: Region) -> None: ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -97,13 +84,9 @@ class Pool:
         self._make_arena = make_arena
         self._fabrics = list(fabrics)
         self._slabs: list[_Slab] = []
-        self._leases: dict[int, tuple[Lease, _Slab]] = {}
-        self._by_owner: dict[Hashable, dict[int, Lease]] = {}
-        self._taken: dict[Hashable, int] = {}
-        self._born: dict[int, float] = {}
-        self._lifetime_s = 0.0
-        """Mean time that a lease has been kept, the last ones counting most; 0 before the first has gone back."""
-        self._generation = 0
+        self._holdings: Holdings[Lease] = Holdings()
+        self._turnover = Turnover()
+        self._generations = itertools.count(1)
         self._growing: asyncio.Task[None] | None = None
         self._promised = 0
         self._closed = False
@@ -126,7 +109,7 @@ class Pool:
     @property
     def in_use(self) -> int:
         """Bytes that leases take, released ones with a hold included."""
-        return sum(self._taken.values())
+        return sum(lease.mapped_bytes for lease in self._holdings)
 
     @property
     def largest_free(self) -> int:
@@ -139,20 +122,18 @@ class Pool:
             limit=self.limit,
             registered=self.registered,
             in_use=self.in_use,
-            leases=len(self._leases),
+            leases=len(self._holdings),
             huge_pages=any(slab.arena.kind == "hugetlb" for slab in self._slabs),
         )
 
     @property
     def retry_after_s(self) -> float:
         """When the next lease will go back, most likely: what a request that finds no room is told."""
-        if not self._lifetime_s:
-            return FIRST_HINT_S
-        return round(min(max(self._lifetime_s / max(1, len(self._leases)), LEAST_HINT_S), MOST_HINT_S), 3)
+        return self._turnover.retry_after_s
 
     def leases(self, owner: Hashable) -> list[Lease]:
         """The owner's leases whose memory has not gone back yet, oldest first."""
-        return list(self._by_owner.get(owner, {}).values())
+        return self._holdings.of(owner)
 
     # --- leases ---------------------------------------------------------------------------------------------------
 
@@ -218,9 +199,7 @@ class Pool:
 
     def release_owner(self, owner: Hashable) -> list[Lease]:
         """Release every lease of a process that is gone; returns those whose memory waits for a hold to end."""
-        for lease in self.leases(owner):
-            lease.release()
-        return self.leases(owner)
+        return self._holdings.release(owner)
 
     # --- fabrics and end ------------------------------------------------------------------------------------------
 
@@ -241,7 +220,7 @@ class Pool:
     def close(self) -> None:
         """Release all leases and give all arenas back, held or not; close the fabrics first. Idempotent."""
         self._closed = True
-        for lease, _ in list(self._leases.values()):
+        for lease in self._holdings:
             lease.release()
         for slab in list(self._slabs):
             self._drop(slab)
@@ -255,7 +234,7 @@ class Pool:
             raise InvalidArgument(f"a lease of {nbytes} bytes makes no sense; give a positive size", need=nbytes)
         if not self.client_limit or not limited:
             return
-        held = self._taken.get(owner, 0)
+        held = sum(lease.mapped_bytes for lease in self._holdings.of(owner))
         if nbytes > self.client_limit:
             raise OutOfMemory(
                 f"a lease of {nbytes} bytes exceeds what one process may hold, {self.client_limit}; "
@@ -280,21 +259,18 @@ class Pool:
             return None
         offset = slab.extents.take(nbytes)
         assert offset is not None  # _choose has seen the gap
-        self._generation += 1
         lease = Lease(
             slab.arena,
             slab.regions,
             offset=offset,
             nbytes=nbytes,
             mapped_bytes=slab.extents.rounded(nbytes),
-            generation=self._generation,
+            generation=next(self._generations),
             owner=owner,
-            reclaim=self._reclaim,
+            reclaim=functools.partial(self._reclaim, slab),
         )
-        self._leases[lease.generation] = (lease, slab)
-        self._born[lease.generation] = time.monotonic()
-        self._by_owner.setdefault(owner, {})[lease.generation] = lease
-        self._taken[owner] = self._taken.get(owner, 0) + lease.mapped_bytes
+        self._holdings.add(lease)
+        self._turnover.began(lease)
         return lease
 
     def _choose(self, nbytes: int, wasteful: bool) -> _Slab | None:
@@ -385,15 +361,9 @@ class Pool:
                 else "no free huge pages; vm.nr_hugepages reserves some",
             )
 
-    def _reclaim(self, lease: Lease) -> None:
-        _, slab = self._leases.pop(lease.generation)
-        kept_s = time.monotonic() - self._born.pop(lease.generation)
-        self._lifetime_s = kept_s if not self._lifetime_s else 0.9 * self._lifetime_s + 0.1 * kept_s
-        owned = self._by_owner[lease.owner]
-        del owned[lease.generation]
-        self._taken[lease.owner] -= lease.mapped_bytes
-        if not owned:
-            del self._by_owner[lease.owner], self._taken[lease.owner]
+    def _reclaim(self, slab: _Slab, lease: Lease) -> None:
+        self._holdings.remove(lease)
+        self._turnover.ended(lease)
         if slab.arena.closed:
             return
         slab.extents.give(lease.offset, lease.mapped_bytes)

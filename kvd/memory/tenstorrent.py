@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from kvd.errors import DeviceUnavailable, InvalidArgument
 from kvd.fabric.base import Region
-from kvd.memory.device import Registrar
+from kvd.memory.registrar import Registrar
 from kvd.memory.windows import WINDOW, parse_noc, slab
 
 MAGIC = 0xFA00

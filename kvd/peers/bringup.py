@@ -1,18 +1,24 @@
-"""The parts of bringing a session up: what its fabric gets, the lanes that come in, and what can go wrong."""
+"""Bringing a session up, as far as dialling and accepting have it in common: link, fabric, and what can go wrong."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from kvd.errors import FabricError, KvdError, PeerLost, PeerUnreachable
-from kvd.peers.link import ControlLink
+from kvd.errors import FabricError, KvdError, PeerLost, PeerUnreachable, ShuttingDown
+from kvd.fabric.base import Fabric
+from kvd.peers.config import PeersConfig
+from kvd.peers.link import ControlLink, Log
 from kvd.peers.session import PeerSession
 from kvd.peers.sockets import reason_of
+from kvd.peers.table import SessionTable
 from kvd.types import Lane, NodeId
-from kvd.wire.handshake import Acceptor
+from kvd.wire.guard import guards
+from kvd.wire.hello import Identity
+from kvd.wire.machine import Established
+from kvd.wire.messages import PeerMessage
 
 
 class SessionBringup:
@@ -45,13 +51,100 @@ class SessionBringup:
         self._link.listen(told)
 
 
-class Incoming:
-    """A session on the accepting side that gathers its lanes."""
+class SessionBuilder:
+    """Makes a session of a connection that is through its handshake: :meth:`open_link`, then :meth:`join`."""
 
-    def __init__(self, machine: Acceptor) -> None:
-        self.machine = machine
-        self.streams: dict[Lane, socket.socket] = {}
-        self.arrived = asyncio.Event()
+    def __init__(
+        self,
+        identity: Identity,
+        config: PeersConfig,
+        fabrics: Sequence[Fabric],
+        table: SessionTable,
+        on_message: Callable[[PeerSession, PeerMessage], None],
+        on_fabric_message: Callable[[PeerSession, Lane, bytes], None],
+        log: Log,
+    ) -> None:
+        self.identity = identity
+        """How this node introduces itself; replaced once it listens, and when its keys are exchanged."""
+        self._config = config
+        self._fabrics = {fabric.name: fabric for fabric in fabrics}
+        self._table, self._log = table, log
+        self._on_message, self._on_fabric_message = on_message, on_fabric_message
+        self._links: set[ControlLink] = set()
+
+    @property
+    def links(self) -> int:
+        """Control connections that are open: of sessions, and of those that are still connecting their fabric."""
+        return len(self._links)
+
+    def lanes(self, fabric: str) -> tuple[Lane, ...]:
+        """Lanes for which the fabric that the two sides agreed on needs a stream."""
+        found = self._fabrics.get(fabric)
+        return found.capabilities.lanes_need_streams if found else ()
+
+    async def open_link(self, peer: Established, control: socket.socket, *, dialled: bool) -> ControlLink:
+        """Put the control connection, which is through its handshake, into a link's hands."""
+        link = ControlLink(
+            peer.node,
+            heartbeat_s=self._config.heartbeat_s,
+            timeout_s=self._config.timeout_s,
+            log=self._log,
+            protection=guards(peer.lane_key, dialled=dialled) if peer.authenticated else None,
+            messages_s=self._config.messages_s,
+        )
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: link, sock=control)
+        except BaseException:
+            control.close()
+            raise
+        self._links.add(link)
+        link.closed.add_done_callback(lambda _: self._links.discard(link))
+        return link
+
+    async def join(
+        self,
+        peer: Established,
+        link: ControlLink,
+        streams: Mapping[Lane, socket.socket],
+        *,
+        address: str,
+        dialled: bool,
+    ) -> PeerSession:
+        """Connect the fabric and bring the session to life. ``streams`` are the fabric's from here on."""
+        try:
+            fabric = self._fabrics[peer.fabric]
+            secret = peer.lane_key if peer.authenticated else b""
+            endpoint = await fabric.connect(SessionBringup(link, streams, secret=secret, dialled=dialled))
+        except BaseException:
+            for stream in streams.values():
+                stream.close()
+            raise
+        # From here to the end nothing is awaited: the endpoint must have its callbacks before it hears of anything.
+        if link.error is not None:
+            endpoint.close()
+            raise link.error
+        session = PeerSession(
+            peer,
+            link,
+            endpoint,
+            fabric=fabric,
+            address=address,
+            dialled=dialled,
+            on_message=self._on_message,
+            on_fabric_message=self._on_fabric_message,
+            on_end=self._table.ended,
+            log=self._log,
+        )
+        self._table.add(session)
+        session.start()
+        return session
+
+    async def close(self) -> None:
+        """End every link, and return when the last one is closed and has reported its end."""
+        for link in list(self._links):
+            link.end(shutting_down(self.identity.node), tell=True)
+        await asyncio.sleep(0)  # lets the links report their ends
+        await asyncio.gather(*(link.closed for link in self._links))
 
 
 async def unless_ended(link: ControlLink, work: Coroutine[Any, Any, PeerSession]) -> PeerSession:
@@ -70,7 +163,7 @@ async def unless_ended(link: ControlLink, work: Coroutine[Any, Any, PeerSession]
     raise link.error
 
 
-def dial_failure(node: NodeId, address: str, link: ControlLink | None, error: KvdError | OSError) -> KvdError:
+def failure_of(node: NodeId, address: str, link: ControlLink | None, error: KvdError | OSError) -> KvdError:
     """What the callers of :meth:`Peers.session` get for what ended an attempt."""
     if link is not None and link.error is not None:
         error = link.error  # the peer ended it, and everything else followed from that
@@ -90,3 +183,8 @@ def dial_failure(node: NodeId, address: str, link: ControlLink | None, error: Kv
         address=address,
         reason=reason,
     )
+
+
+def shutting_down(node: NodeId) -> ShuttingDown:
+    """What everybody is told once the daemon closes."""
+    return ShuttingDown(f"node {node} is shutting down; use another one", node=node)

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from kvd.errors import KvdError, PeerLost, ProtocolError
-from kvd.fabric.pacing import Pacer
 from kvd.peers.liveness import Liveness, Verdict
+from kvd.throttle import Throttle
 from kvd.types import NodeId
 from kvd.wire import framing, guard
 from kvd.wire.hello import printable
@@ -23,8 +23,6 @@ EARLY_LIMIT = 2 * MAX_FRAME
 """Bytes of messages that may come before this side's fabric is connected."""
 LINGER_S = 1.0
 """How long the last message may take to be sent."""
-HOLD_S = 0.01
-"""Least time for which a peer over its rate is not read: event loops count milliseconds."""
 MAX_BLOB = 4096
 MAX_BLOBS = 16
 
@@ -59,9 +57,7 @@ class ControlLink(asyncio.Protocol):
         self._peer, self._log = peer, log
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._writer, self._parser = protection or (guard.PlainWriter(), framing.FrameParser())
-        self._pacer = Pacer(messages_s, burst_s=1.0) if messages_s else None
-        self._held: asyncio.TimerHandle | None = None
-        """Runs while the peer is over its rate and nothing is read from it."""
+        self._throttle = Throttle(self._loop, messages_s, self._go_on)
         self._transport: asyncio.Transport | None = None
         self._liveness = Liveness(heartbeat_s=heartbeat_s, timeout_s=timeout_s, now=self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
@@ -131,9 +127,9 @@ class ControlLink(asyncio.Protocol):
             return
         self.error = error
         self.ended.set_result(None)
-        for timer in (self._timer, self._held):
-            if timer is not None:
-                timer.cancel()
+        self._throttle.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._transport is None:
             self.closed.set_result(None)
         elif tell and not self._transport.is_closing():
@@ -163,29 +159,19 @@ class ControlLink(asyncio.Protocol):
         """Act on the frames that are there, as fast as the peer's rate allows."""
         self._liveness.heard(self._loop.time())
         try:
-            while self.error is None and self._held is None and (body := self._parser.next()) is not None:
+            while self.error is None and not self._throttle.held and (body := self._parser.next()) is not None:
                 self._receive(framing.decode(body), len(body) + LENGTH.size)
-                self._count()
+                if self.error is None and self._throttle.count() and self._transport is not None:
+                    self._transport.pause_reading()
         except KvdError as error:
             self._log.warning("peer sent what it must not", peer=self._peer, reason=error.message)
             self.end(error, tell=True)
 
-    def _count(self) -> None:
-        if self._pacer is None or self._transport is None:
-            return
-        now = self._loop.time()
-        self._pacer.sent(1, now)
-        wait_s = self._pacer.wait(now)
-        if wait_s and self.error is None:
-            self._transport.pause_reading()
-            self._held = self._loop.call_later(max(wait_s, HOLD_S), self._go_on)
-
     def _go_on(self) -> None:
-        self._held = None
         if self.error is not None or self._transport is None:
             return
         self._take()
-        if self._held is None and self.error is None and not self._transport.is_closing():
+        if not self._throttle.held and self.error is None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def eof_received(self) -> bool | None:

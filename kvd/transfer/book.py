@@ -14,9 +14,13 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.policy import Profiled, Selective
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
+from kvd.transfer.timers import Timers
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
 from kvd_client.spec import KVSpec
+
+REFUSED_GRACE_S = 5.0
+"""How long a refused write waits for the control message that explains it: the two travel on different connections."""
 
 SomePart = TypeVar("SomePart", bound=Part)
 
@@ -43,6 +47,9 @@ class Book:
         self.boot = boot
         self.settings = settings
         self.parts: dict[TransferId, Part] = {}
+        self.unfinished = 0
+        """Parts that have not ended."""
+        self.timers = Timers(self.parts)
         self.by_rank: dict[tuple[Role, str, int], TransferId] = {}
         self.by_handle: dict[str, TransferId] = {}
         self.rendezvous = Rendezvous()
@@ -65,6 +72,23 @@ class Book:
             link = self.links[session] = Link(settings.window, settings.chunk, settings.bulk_delay_s)
         return link
 
+    def add(self, part: Part) -> None:
+        """Take a new part in."""
+        self.parts[part.transfer] = part
+        self.by_rank[part.role, part.request, part.rank] = part.transfer
+        if part.role is Role.SOURCE:
+            self.by_handle[part.handle] = part.transfer
+        self.unfinished += 1
+        self.timers.set(part)
+        self.counters[f"transfers_opened_{part.role.value}"] += 1
+
+    def refused(self, part: Part, error: KvdError) -> None:
+        """The other side's memory refused a write or a read, or the link broke. Its reason should follow on the control
+        connection; the part ends with this one if it does not come within :data:`REFUSED_GRACE_S`."""
+        if part.refused_until is None:
+            part.refused_until, part.refusal = self.now + REFUSED_GRACE_S, error.code
+            self.timers.set(part)
+
     def end(self, part: Part, error: KvdError | None, *, tell_peer: bool = True) -> None:
         """End a part: with ``error``, or delivered. The other ranks of a failed transfer end too."""
         if part.ended:
@@ -76,6 +100,7 @@ class Book:
 
     def _end_one(self, part: Part, error: KvdError | None, tell_peer: bool) -> None:
         before, part.state = part.state, State.ENDED
+        self.unfinished -= 1
         part.code = error.code if error else "OK"
         self.counters[f"transfers_ended_{part.role.value}_{part.code}"] += 1
         if part.session is not None and error is not None and tell_peer:
@@ -148,20 +173,6 @@ class Book:
 
     def emit(self, instruction: do.Instruction) -> None:
         self.out.append(instruction)
-
-    def expiry(self, part: Part) -> float:
-        """When the part's next limit is reached."""
-        times = [part.deadline]
-        if part.rendezvous_until is not None and part.state is not State.RUNNING:
-            times.append(part.rendezvous_until)
-        if part.refused_until is not None:
-            times.append(part.refused_until)
-        return min(times)
-
-    @property
-    def unfinished(self) -> int:
-        """Parts that have not ended."""
-        return sum(not part.ended for part in self.parts.values())
 
 
 def shutting_down() -> KvdError:

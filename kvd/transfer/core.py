@@ -49,9 +49,8 @@ class TransferCore:
     def next_timer(self) -> float | None:
         """When the next ``Tick`` is needed; None if nothing waits for time to pass. Seconds of the same clock."""
         book = self._book
-        times = [book.expiry(part) for part in book.parts.values() if not part.ended]
-        waiting = book.rendezvous.next_expiry()
-        return min(times if waiting is None else [*times, waiting], default=None)
+        times = (book.timers.next(), book.rendezvous.next_expiry())
+        return min((time for time in times if time is not None), default=None)
 
     def check_open(self, event: ev.PartOpened) -> None:
         """Raise what forbids this part to be opened, before memory is taken for it. Changes nothing."""
@@ -86,9 +85,9 @@ def on_tick(book: Book, event: ev.Tick, now: float) -> None:
     for waiting in book.rendezvous.expire(now):
         error = no_rendezvous(waiting.message.request, Role.SOURCE, book.settings.rendezvous_s)
         refuse(book, waiting.session, waiting.message.sink, error)
-    for part in list(book.parts.values()):
-        if part.ended or book.expiry(part) > now:
-            continue
+    for part in book.timers.expired(now):
+        if part.ended:
+            continue  # with its sibling
         if part.refused_until is not None and part.refused_until <= now:
             what = "sink's memory refused a write" if part.role is Role.SOURCE else "source's memory refused a read"
             message = f"the {what} of request {part.request!r} and no reason followed"

@@ -15,9 +15,6 @@ from kvd.types import Lane, Path
 from kvd.wire import messages as wire
 from kvd_client.spec import TokenRange
 
-REFUSED_GRACE_S = 5.0
-"""How long a refused write waits for the control message that explains it: the two travel on different connections."""
-
 BATCHES = 3
 """Of layers: one that is being regrouped, one on the wire, and one between them. Bounds the memory for staging."""
 
@@ -127,9 +124,8 @@ def on_write_completed(book: Book, event: ev.WriteCompleted, now: float) -> None
             # that changes bytes is to be mended, and the process may well have another node to ask.
             event.error.fields["request"] = part.request
             book.end(part, event.error)
-        elif event.error is not None and not part.ended and part.refused_until is None:
-            part.refused_until = now + REFUSED_GRACE_S
-            part.refusal = event.error.code
+        elif event.error is not None and not part.ended:
+            book.refused(part, event.error)
         if part.regroups:
             work_added(book, part)
     if link is not None and session is not None:

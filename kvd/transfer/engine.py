@@ -15,18 +15,18 @@ from typing import Any
 import msgspec
 import structlog
 
-from kvd.errors import DeadlineExceeded, FabricError, KvdError, NotFound, PeerLost
+from kvd.errors import DeadlineExceeded, FabricError, KvdError, PeerLost
 from kvd.mask import init_masks
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import TransferCore
+from kvd.transfer.fetcher import Fetcher
 from kvd.transfer.handle import make_handle
-from kvd.transfer.mover import Mover, as_kvd_error
+from kvd.transfer.mover import Mover
 from kvd.transfer.moving import bind
 from kvd.transfer.parties import PartTensors, Process, Record, Session
-from kvd.transfer.serving import INLINE_BYTES, fill_fetch, keep_fetched, serve_fetch
 from kvd.transfer.writer import Writer
 from kvd.types import Lane, NodeId, Role, TransferId
 from kvd.wire.messages import Arrived, MetadataArrived, Notification, PeerMessage, TensorsArrived
@@ -75,6 +75,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         writer = Writer(self._records, self._sessions, self.submit, self._count_sent)
+        fetcher = Fetcher(pool, self._records, self._sessions, self.submit, self._start, self._count_sent)
         self._mover = Mover(pool, self._records, self._sessions, self.submit, self._start, self._count_sent)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.Connect: self._do_connect,
@@ -86,10 +87,10 @@ class Engine:
             do.EndStage: self._mover.end_stage,
             do.PullTensors: self._mover.pull,
             do.WriteMetadata: writer.write_metadata,
-            do.ServeFetch: self._do_serve_fetch,
-            do.FillFetch: self._do_fill_fetch,
-            do.KeepFetched: self._do_keep_fetched,
-            do.FetchEnded: self._do_fetch_ended,
+            do.ServeFetch: fetcher.serve,
+            do.FillFetch: fetcher.fill,
+            do.KeepFetched: fetcher.keep,
+            do.FetchEnded: fetcher.ended,
             do.WantWindows: self._do_want_windows,
             do.CancelWrites: self._do_cancel_writes,
             do.Publish: self._do_publish,
@@ -239,7 +240,7 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
         for record in self._records.values():
-            self._give_back(record)
+            record.give_back()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -287,77 +288,6 @@ class Engine:
         except KvdError as error:
             self._events.append(ev.AbortRequested(instruction.transfer, error))
 
-    def _do_serve_fetch(self, instruction: do.ServeFetch) -> None:
-        record = self._records.get(instruction.transfer)
-        session = self._sessions.get(instruction.session)
-        message = instruction.message
-
-        async def serve() -> None:
-            nbytes = 0
-            failed: KvdError | None = None
-            if record is None or session is None or record.sink is None:
-                failed = NotFound("the source has no such transfer any more", transfer=instruction.transfer)
-            else:
-                try:
-                    with record.lease.holding():
-                        nbytes = await serve_fetch(
-                            self._pool,
-                            session,
-                            message,
-                            layout=record.layout,
-                            lengths=record.lengths,
-                            lease=record.lease,
-                            token=record.sink.grant,
-                            sink=instruction.sink,
-                        )
-                    self.bytes_sent += nbytes
-                except Exception as error:
-                    failed = as_kvd_error(error)
-            self.submit(
-                ev.FetchServed(
-                    instruction.transfer, instruction.session, message.fetch, instruction.sink, nbytes, failed
-                )
-            )
-
-        self._start(serve())
-
-    def _do_fill_fetch(self, instruction: do.FillFetch) -> None:
-        record, request = self._records[instruction.transfer], instruction.request
-        error = None
-        try:
-            tensors = record.tensors.view(record.layout) if record.tensors is not None else None
-            fill_fetch(request, layout=record.layout, lengths=record.lengths, lease=record.lease, tensors=tensors)
-        except Exception as wrong:
-            error = as_kvd_error(wrong)
-        record.process.fetched(instruction.transfer, request.fetch, error)
-
-    def _do_keep_fetched(self, instruction: do.KeepFetched) -> None:
-        record = self._records[instruction.transfer]
-
-        async def keep() -> None:
-            error = None
-            try:
-                with record.lease.holding():
-                    await asyncio.to_thread(keep_fetched, instruction, layout=record.layout, lease=record.lease)
-            except Exception as wrong:
-                error = as_kvd_error(wrong)
-            self.submit(ev.FetchKept(instruction.transfer, instruction.fetch, error))
-
-        if len(instruction.places) * record.layout.entry_bytes > INLINE_BYTES:
-            self._start(keep())
-            return
-        failed = None
-        try:
-            keep_fetched(instruction, layout=record.layout, lease=record.lease)
-        except Exception as wrong:
-            failed = as_kvd_error(wrong)
-        self.submit(ev.FetchKept(instruction.transfer, instruction.fetch, failed))
-
-    def _do_fetch_ended(self, instruction: do.FetchEnded) -> None:
-        record = self._records.get(instruction.transfer)
-        if record is not None:
-            record.process.fetched(instruction.transfer, instruction.fetch, instruction.error)
-
     def _do_want_windows(self, instruction: do.WantWindows) -> None:
         self._records[instruction.transfer].process.want_windows(instruction.transfer, instruction.wanted)
 
@@ -392,22 +322,16 @@ class Engine:
         for move in record.moves.values():
             move.cancel()
         if not record.grants:
-            self._give_back(record)
+            record.give_back()
             return
 
         async def free() -> None:
             try:
                 await asyncio.gather(*(fabric.revoke(grant) for fabric, grant in record.grants))
             finally:
-                self._give_back(record)
+                record.give_back()
 
         self._start(free())
-
-    @staticmethod
-    def _give_back(record: Record) -> None:
-        record.lease.release()
-        if record.tensors is not None:
-            record.tensors.give_back()
 
     def _do_close_session(self, instruction: do.CloseSession) -> None:
         session = self._sessions.get(instruction.session)

@@ -88,6 +88,7 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
     part.state = State.RUNNING
     part.session, part.peer, part.peer_transfer = session, node, message.sink
     part.deadline = min(part.deadline, now + message.deadline_s)
+    book.timers.set(part)
     part.mode = policy.mode
     part.paths["budget_tokens"] = policy.budget_tokens
     part.pulled = message.target is not None and message.target.pull

@@ -87,6 +87,16 @@ class Part:
     def ended(self) -> bool:
         return self.state is State.ENDED
 
+    @property
+    def expiry(self) -> float:
+        """When its next limit is reached."""
+        first = self.deadline
+        if self.rendezvous_until is not None and self.state is not State.RUNNING:
+            first = min(first, self.rendezvous_until)
+        if self.refused_until is not None:
+            first = min(first, self.refused_until)
+        return first
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class SourcePart(Part):

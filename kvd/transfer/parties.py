@@ -143,6 +143,12 @@ class Record:
             if 0 <= r.row < layout.rows and 0 <= r.start <= r.stop <= capacity
         )
 
+    def give_back(self) -> None:
+        """Release the part's memory, wherever it is."""
+        self.lease.release()
+        if self.tensors is not None:
+            self.tensors.give_back()
+
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
         """Keep the part's memory, wherever it is, for the length of a ``with`` block."""

@@ -85,7 +85,6 @@ def on_part_opened(book: Book, event: ev.PartOpened, now: float) -> None:
             ready=ready, prefill_s=event.prefill_s, rendezvous_until=None, placement=event.placement, **common
         )
         part.bytes_total = tokens * event.layout.token_bytes
-        book.by_handle[event.handle] = event.transfer
     else:
         part = SinkPart(
             held=event.held,
@@ -103,9 +102,7 @@ def on_part_opened(book: Book, event: ev.PartOpened, now: float) -> None:
                 held += cover(part, layer, token_range)
         part.missing = tokens - held
         part.bytes_total = part.missing * event.layout.token_bytes
-    book.parts[event.transfer] = part
-    book.by_rank[event.role, event.request, event.rank] = event.transfer
-    book.counters[f"transfers_opened_{event.role.value}"] += 1
+    book.add(part)
     if isinstance(part, SourcePart):
         for waiting in book.rendezvous.take_opens(event.request, event.rank):
             pair(book, part, waiting.session, waiting.node, waiting.message, now)
@@ -171,6 +168,7 @@ def on_source_finished(book: Book, event: ev.SourceFinished, now: float) -> None
             work_added(book, part)
         if part.state is State.WAITING:
             part.rendezvous_until = now + book.settings.rendezvous_s
+            book.timers.set(part)
 
 
 def on_release(book: Book, event: ev.ReleaseRequested, now: float) -> None:

@@ -25,7 +25,7 @@ from kvd.tensors import Tensors, in_lease, of_target
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
-from kvd.transfer.delivery import REFUSED_GRACE_S, take_arrived
+from kvd.transfer.delivery import take_arrived
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import Policy
 from kvd.wire import messages as wire
@@ -203,8 +203,7 @@ def on_pull_completed(book: Book, event: ev.PullCompleted, now: float) -> None:
     book.emit(do.SendMessage(event.session, told))
     if isinstance(error, (FabricError, RemoteAccessError, Aborted)):
         # A part or a session that ends takes its staging memory away, and says why on another connection.
-        if part.refused_until is None:
-            part.refused_until, part.refusal = now + REFUSED_GRACE_S, error.code
+        book.refused(part, error)
         return
     if error is not None:
         book.end(part, error)

@@ -126,6 +126,7 @@ class Node:
         if type(event.message if isinstance(event, ev.MessageReceived) else event) in TIMELESS:
             return
         due = self.core.next_timer()
+        self._check_timers(due)
         if due is not None and isinstance(event, ev.Tick) and due <= world.now:
             raise Violation(f"{self.name}: a tick at {world.now} leaves a timer of {due}")
         if due is not None and (self.tick_at is None or due < self.tick_at):
@@ -136,6 +137,17 @@ class Node:
         if self.tick_at == due:
             self.tick_at = None
             self.feed(ev.Tick())
+
+    def _check_timers(self, due: float | None) -> None:
+        """What the core keeps in order is what looking at all parts would find."""
+        running = [part for part in self.core.parts.values() if not part.ended]
+        limits = [part.expiry for part in running]
+        waiting = self.core._book.rendezvous.next_expiry()
+        first = min(limits if waiting is None else [*limits, waiting], default=None)
+        if due != first:
+            raise Violation(f"{self.name}: the next timer is {due}, and something waits until {first}")
+        if self.core.unfinished != len(running):
+            raise Violation(f"{self.name}: {self.core.unfinished} parts unfinished, and {len(running)} have not ended")
 
     def _check_siblings(self) -> None:
         for record in self.failed:

@@ -19,6 +19,7 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
+from kvd.transfer.timers import Timers
 from kvd.wire import messages as wire
 from kvd_client.spec import MASK_LOCAL, PartLayout, TokenRange
 
@@ -140,11 +141,17 @@ def lost_sessions_are_remembered(patch: pytest.MonkeyPatch) -> None:
 
 
 def deadlines_pass(patch: pytest.MonkeyPatch) -> None:
-    def expiry(self: Book, part: Part) -> float:
-        return properly(self, part) + 1.0
+    properly = Part.expiry
+    patch.setattr(Part, "expiry", property(lambda part: properly.__get__(part) + 1.0))
 
-    properly = Book.expiry
-    patch.setattr(Book, "expiry", expiry)
+
+def a_limit_comes_forward_unseen(patch: pytest.MonkeyPatch) -> None:
+    def set(self: Timers, part: Part) -> None:
+        if all(transfer != part.transfer for _, transfer in self._heap):
+            properly(self, part)
+
+    properly = Timers.set
+    patch.setattr(Timers, "set", set)
 
 
 # Of selective transfer.
@@ -424,6 +431,7 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     misfit_spends_the_announcement: "nothing disturbed",
     lost_sessions_are_remembered: "which is lost|that is lost|there are still",
     deadlines_pass: "past its deadline",
+    a_limit_comes_forward_unseen: "something waits until",
     metadata_mask_before_data: "metadata: mask says local",
     metadata_sent_twice: "sends metadata of layer . twice",
     metadata_not_compared: "is paired with other metadata",

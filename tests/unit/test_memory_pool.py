@@ -109,7 +109,7 @@ def test_no_room_says_what_there_is() -> None:
 
 def test_the_hint_when_to_come_back_follows_from_how_long_leases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("kvd.memory.pool.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvd.memory.holdings.time.monotonic", lambda: now[0])
     pool = small_pool(2)
     for _ in range(3):
         lease = pool.lease(PAGE, "a")

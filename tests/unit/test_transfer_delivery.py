@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvd.errors import InvalidArgument, NotFound, RemoteAccessError, ShuttingDown
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
-from kvd.transfer.delivery import REFUSED_GRACE_S
+from kvd.transfer.book import REFUSED_GRACE_S
 from kvd.types import Role
 from kvd.wire import messages as wire
 from kvd_client.spec import TokenRange
