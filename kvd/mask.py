@@ -305,9 +305,11 @@ class TokenFlags:
         part[:] = True
         return new
 
-    def mark(self, layer: int, row: int, start: int, stop: int) -> None:
+    def mark_all(self, layer: int, ranges: Iterable[TokenRange]) -> None:
         """As :meth:`add`, for those who know the answer."""
-        self._of(layer)[row * self._capacity + start : row * self._capacity + stop] = True
+        flags, capacity = self._of(layer), self._capacity
+        for each in ranges:
+            flags[each.row * capacity + each.start : each.row * capacity + each.stop] = True
 
     def gaps(self, layer: int, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """The parts of a range that are not in it."""

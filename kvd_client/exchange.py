@@ -130,7 +130,8 @@ class Exchange:
         return number
 
     def answer(self, number: int) -> Reply | None:
-        """The reply to a submitted request if it has been read from the socket, which :meth:`wait` does."""
+        """The reply to a submitted request if it has been read from the socket, which :meth:`wait` and :meth:`look`
+        do."""
         got = self._replies.get(number)
         return None if got is None else got[0]
 
@@ -194,6 +195,11 @@ class Exchange:
                     self._pump(left_ms)
                 finally:
                     self._lock.acquire()
+
+    def look(self) -> None:
+        """Hand out what has arrived, without waiting for more."""
+        if self._pumping.acquire(False):  # else somebody else does
+            self._pump(0)
 
     def nudge(self) -> None:
         """Make every waiting thread call its ``ready`` again."""

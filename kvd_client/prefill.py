@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,13 @@ import numpy.typing as npt
 
 from kvd_client.arguments import deadline_of, whole
 from kvd_client.arrays import Bytes, items_of
+from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
-from kvd_client.parts import raise_if_failed
-from kvd_client.protocol import RANK_WEIGHT, Finish, RankBlocks
+from kvd_client.exchange import error_of
+from kvd_client.parts import Part, raise_if_failed
+from kvd_client.protocol import RANK_WEIGHT, Failure, Finish, RankBlocks
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, EVENT_METADATA_READY, SLOT_DELIVERED
+from kvd_client.spec import PartLayout
 from kvd_client.transfer import Transfer, released_error
 
 
@@ -21,6 +25,13 @@ class PrefillTransfer(Transfer):
 
     As a context manager it finishes and releases at the end of the block, and aborts if the block raises.
     """
+
+    def __init__(self, connection: Connection, part: Part, layout: PartLayout, lengths: Sequence[int]) -> None:
+        super().__init__(connection, part, layout, lengths)
+        self._rankings: set[int] = set()
+        """Requests that nobody waits for, and whose answers have not been looked at."""
+        self._wanted = True
+        """Whether rankings are of use, as far as the daemon has said."""
 
     def put_layer(
         self,
@@ -122,7 +133,7 @@ class PrefillTransfer(Transfer):
             raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
         self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
 
-    def rank(self, layer: int, shares: Any, *, weight: float = RANK_WEIGHT) -> bool:
+    def rank(self, layer: int, shares: Any, *, weight: float = RANK_WEIGHT, wait: bool = True) -> bool:
         """Say what the prompt's last queries would select of a layer, which sorts what is unsent of it.
 
         ``shares``: (rows, blocks), for any number of blocks of equal size (relative positions, as profiles have them)
@@ -145,8 +156,33 @@ class PrefillTransfer(Transfer):
         message = RankBlocks(
             transfer=self.id, layer=layer, blocks=array.shape[1], shares=array.tobytes(), weight=weight
         )
-        reply, _ = self._connection.request(message)
-        return bool(getattr(reply, "wanted", False))
+        if wait:
+            reply, _ = self._connection.request(message)
+            return bool(getattr(reply, "wanted", False))
+        self._rankings.add(self._connection.submit(message))
+        return self._still_wanted()
+
+    def _still_wanted(self) -> bool:
+        """What the daemon has answered to rankings that nobody waited for."""
+        self._connection.look()
+        for number in sorted(self._rankings):
+            reply = self._connection.answer(number)
+            if reply is None:
+                break  # the daemon answers them in order
+            self._forget({number})
+            if isinstance(reply, Failure):
+                raise error_of(reply)
+            self._wanted = bool(getattr(reply, "wanted", False))
+        return self._wanted
+
+    def _forget(self, rankings: set[int]) -> None:
+        for number in rankings:
+            self._connection.forget(number)
+            self._rankings.discard(number)
+
+    def release(self) -> None:
+        self._forget(set(self._rankings))
+        super().release()
 
     def finish(self, wait: bool = True, timeout_s: float | None = None) -> None:
         """Say that every token of every layer has been rung, and wait until all is delivered.

@@ -11,9 +11,10 @@ from kvd.transfer.book import Book, shutting_down
 from kvd.transfer.delivery import deliver_if_complete, work_added
 from kvd.transfer.matching import MISFITS, unknown_handle, why_not
 from kvd.transfer.on_demand import fill_fetches, send_fetch
+from kvd.transfer.order import Policy
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.policy import choose_policy
-from kvd.transfer.queue import Policy, SendQueue
+from kvd.transfer.queue import SendQueue
 from kvd.transfer.rendezvous import WaitingOpen
 from kvd.transfer.staging import check_target, grain_of, unit_of
 from kvd.types import NodeId, Role, TransferId

@@ -1,4 +1,4 @@
-"""From a mode, an importance matrix and two times to a :class:`~kvd.transfer.queue.Policy` (SmartGen, section 4.1)."""
+"""From a mode, an importance matrix and two times to a :class:`~kvd.transfer.order.Policy` (SmartGen, section 4.1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
-from kvd.transfer.queue import Policy
+from kvd.transfer.order import Policy
 from kvd_client.protocol import MODES
 
 MIN_CLASSES, MAX_CLASSES = 8, 64

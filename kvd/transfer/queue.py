@@ -1,11 +1,13 @@
 """Which of a source part's ready tokens are sent next: the proactive and the speculative path's common queue.
 
 Tokens become ready by layer and range, in any order and more than once (chunked prefill, retries of an engine); each
-is handed out exactly once, and what the sink holds already never. Work is sorted into classes, the first class first;
-within one class by layer and position, so that neighbours are sent as one run. A :class:`Policy` says which class a
-KV block belongs to, which classes may go while prefill runs, and how fast the rest may go afterwards. What prefill
-finds out about the prompt on its way sorts a layer anew (:meth:`SendQueue.rank`): the order of what is unsent, never
+is handed out exactly once, and what the sink holds already never. The first class goes first, within one class by layer
+and position, so that neighbours are sent as one run. A :class:`~kvd.transfer.order.Policy` says which class a KV block
+belongs to, which classes may go while prefill runs, and how fast the rest may go afterwards. What prefill finds out
+about the prompt on its way gives a layer other classes (:meth:`SendQueue.rank`): the order of what is unsent, never
 whether something is sent. What a fetch brings first is taken out, where it is whole tokens (:meth:`SendQueue.drop`).
+
+:mod:`kvd.transfer.order` knows the classes, :mod:`kvd.transfer.work` sorts what waits when its turn comes.
 
 Where an end's tensors lie in a layout of their own, tokens go in whole blocks of that layout (``grain``), and possibly
 a layer, or everything, at once (``unit``): what is not complete yet waits here.
@@ -13,18 +15,14 @@ a layer, or everything, at once (``unit``): what is not complete yet waits here.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
-
 import numpy as np
-import numpy.typing as npt
 
-from kvd.blocks import block_bounds, blocks_touched, window_start
 from kvd.errors import InvalidArgument
-from kvd.importance.matrix import ALWAYS_LAYERS, resampled_columns
-from kvd.importance.prompt import Scale, Values, combined
+from kvd.importance.matrix import ALWAYS_LAYERS
+from kvd.importance.prompt import Values
 from kvd.mask import IntervalSet, Places, TokenFlags
-from kvd.transfer.work import ROWS, Piece, Work
+from kvd.transfer.order import Order, Piece, Policy
+from kvd.transfer.work import Work
 from kvd.types import Path
 from kvd_client.spec import PartLayout, TokenRange
 
@@ -94,30 +92,6 @@ class ReadyTokens:
         return self._known.setdefault((layer, row), IntervalSet())
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Policy:
-    """How a transfer is sent. The default is full transfer: everything, layer by layer, as it becomes ready."""
-
-    mode: str = "full"
-    classes: npt.NDArray[np.int16] | None = None
-    """Shape (layers, blocks): each block's class, 0 first. None: one class."""
-    proactive_classes: int | None = None
-    """Blocks of the first so many classes are pushed whenever they are ready; None: all."""
-    until_finish: bool = False
-    """The proactive path ends when the source's process has finished prefill (the first token exists)."""
-    share: float = 0.0
-    """Speculative path: share of all tokens that may go in the windows of one decode iteration; 0: none at all."""
-    adaptive: bool = False
-    """Speculative path: once a window has been signalled, go on without waiting for more; the link's bound on delay is
-    the limit."""
-    importance: Values | None = None
-    """Shape (layers, blocks): the profile's, where there is one."""
-    rankable: bool = False
-    """Whether what the prompt's queries select changes the order."""
-    budget_tokens: int = 0
-    """For status: tokens (summed over layers) that the budget allowed; 0: no budget."""
-
-
 class SendQueue:
     """A paired source part's work. Not thread-safe; pure."""
 
@@ -154,17 +128,10 @@ class SendQueue:
         wanted = sum(lengths) - sum(intervals.total for intervals in self._held.values())
         self._awaited = dict.fromkeys(range(layout.layers), wanted)
         """By layer: tokens that its unit still lacks."""
-        self._windows = windows
-        self._bounds: dict[int, npt.NDArray[np.int64]] = {}
-        self._proactive = Work()
-        self._rest = Work()
+        self._order = Order(layout.layers, lengths, policy, windows=windows, grain=grain)
+        self._proactive = Work(self._order)
+        self._rest = Work(self._order)
         """What may only go speculatively."""
-        self._scale: Scale | None = None
-        """Of the policy's classes; made when the first layer is ranked."""
-        self._ranked: dict[int, npt.NDArray[np.int16]] = {}
-        """By layer, (rows, blocks): the classes of a layer that was ranked, instead of the policy's."""
-        self._unsorted: dict[tuple[int, int], None] = {}
-        """(layer, rows // ROWS) that were ranked, and whose pieces still have their former classes; the first first."""
         self._finished = False
         self._quota = 0.0
         self._out = TokenFlags(layout.rows, layout.capacity) if drops else None
@@ -242,51 +209,16 @@ class SendQueue:
             self._proactive.move_layers(ALWAYS_LAYERS, self._rest)
 
     def rank(self, layer: int, shares: Values, weight: float) -> bool:
-        """What the prompt's last queries would select of a layer: sort what is unsent of it, and what becomes ready
-        later, by that and the profile (:func:`kvd.importance.prompt.combined`). ``shares``: float32 (rows, blocks) with
-        any number of blocks.
+        """What the prompt's last queries would select of a layer: what is unsent of it, and what becomes ready later,
+        goes by that and the profile; see :meth:`kvd.transfer.order.Order.rank` for arguments, and where it is False.
 
-        False, with nothing changed, where the order is not importance's to choose: full transfer, the paper's fixed
-        budget, layers 0 and 1. What has been handed out stays so, and no path gains or loses a token. Of large batches
-        the first rows are sorted at once, and with each :meth:`take` some more, so that none of these calls is long.
+        What has been handed out stays so, and no path gains or loses a token. Nothing is sorted before its turn.
         """
-        policy = self.policy
-        if not policy.rankable or policy.classes is None or layer < ALWAYS_LAYERS:
+        if not self._order.rank(layer, shares, weight):
             return False
-        blocks = policy.classes.shape[1]
-        if shares.shape[1] != blocks:
-            shares = np.minimum(resampled_columns(shares, blocks), 1).astype(np.float32)
-        profile = None if policy.importance is None else policy.importance[layer]
-        found = combined(profile, shares, weight)
-        self._ranked[layer] = self._scale_for(found).classes(found)
-        self._unsorted.update(dict.fromkeys((layer, rows) for rows in range(-(-len(self.lengths) // ROWS))))
-        self._sort_some()
+        self._proactive.sort_anew(layer)
+        self._rest.sort_anew(layer)
         return True
-
-    def _sort_some(self) -> None:
-        """Give the unsent pieces of some ranked rows the classes that they have now."""
-        if not self._unsorted:
-            return
-        layer, rows = next(iter(self._unsorted))
-        del self._unsorted[layer, rows]
-        for work in (self._proactive, self._rest):
-            # Neighbours together: what is enqueued costs more by the piece than by the token.
-            for row, start, stop in _joined(piece for _, piece in work.take_rows(layer, rows)):
-                self.pending_tokens -= stop - start
-                self._enqueue(layer, row, start, stop)
-
-    def _scale_for(self, values: Values) -> Scale:
-        """That of the profile's classes, or without a profile one made of the first ranked layer: layers resemble each
-        other more than nothing does."""
-        if self._scale is None:
-            assert self.policy.classes is not None
-            classes = self.policy.classes
-            if self.policy.importance is not None:
-                self._scale = Scale.of_classes(self.policy.importance, classes)
-            else:
-                first, last = int(classes[:ALWAYS_LAYERS].max()), int(classes.max())
-                self._scale = Scale.of_values(values, last - first + 1, first)
-        return self._scale
 
     def window(self) -> None:
         """A decode attention layer has begun: so much more may go. Unused shares of one iteration are kept, no more,
@@ -312,7 +244,6 @@ class SendQueue:
         path = self.path
         if path is None:
             return []
-        self._sort_some()
         work = self._proactive if path is Path.PROACTIVE else self._rest
         room = max(1, max_bytes // self.layout.token_bytes)
         wanted = room  # of whole layers so many as there is room for, but one at least
@@ -323,107 +254,70 @@ class SendQueue:
         taken: dict[int, list[TokenRange]] = {}
         count = ranges = 0
         while work and count < room and ranges < MAX_RANGES:
-            rank, layer, (row, start, stop) = work.pop()
-            if self._out is not None and layer in self._dropped:
-                left = self._out.gaps(layer, row, start, stop)
-                if left != [(start, stop)]:
-                    for low, high in left:
-                        work.push(rank, layer, (row, low, high))
-                    continue
-            end = min(stop, start + room - count)
-            if end < stop and self.grain > 1:
-                end = start + max((end - start) // self.grain, 0 if taken else 1) * self.grain
-            if end == start or (self.unit == "layer" and layer not in taken and count >= wanted):
-                work.push(rank, layer, (row, start, stop))
+            layer, pieces = work.first()
+            if self.unit == "layer" and layer not in taken and count >= wanted:
                 break
-            end = min(stop, end)
-            if end < stop:
-                work.push(rank, layer, (row, end, stop))
-            pieces = taken.setdefault(layer, [])
-            if pieces and pieces[-1].row == row and pieces[-1].stop == start:
-                pieces[-1] = TokenRange(row, pieces[-1].start, end)
-            else:
-                pieces.append(TokenRange(row, start, end))
-                ranges += 1
-            if layer in self._dropped:
-                self._mark(layer, [TokenRange(row, start, end)])
-            count += end - start
-        for layer, pieces in taken.items():
-            self._mark(layer, pieces)
+            found = taken.get(layer, [])
+            before, rank = len(found), pieces[-1][0]
+            some = self._take_class(layer, pieces, found, room - count, MAX_RANGES - ranges, bool(count))
+            work.taken()
+            if not some and pieces and pieces[-1][0] == rank:
+                break  # a block of the layout that does not fit any more
+            if some:
+                taken[layer] = found
+            count += some
+            ranges += len(found) - before
         self.pending_tokens -= count
         if path is Path.SPECULATIVE and not self.policy.adaptive:
             self._quota -= count
         return [(layer, tuple(pieces)) for layer, pieces in taken.items()]
 
-    def _mark(self, layer: int, pieces: list[TokenRange]) -> None:
-        """Note them as handed out, where tokens may be dropped."""
+    def _take_class(
+        self, layer: int, pieces: list[Piece], found: list[TokenRange], room: int, ranges: int, optional: bool
+    ) -> int:
+        """Move pieces of the first one's class from the end of a list to ``found``, at most ``room`` tokens and so many
+        ranges; how many tokens. A block of the layout that exceeds the room goes if it is not ``optional``."""
+        rank, count, most = pieces[-1][0], 0, len(found) + ranges
+        out = self._out if layer in self._dropped else None
+        marked = len(found)
+        row, stop = (found[-1].row, found[-1].stop) if found else (-1, -1)
+        while pieces and pieces[-1][0] == rank and count < room and len(found) < most:
+            _, at, low, high = pieces.pop()
+            if out is not None:
+                left = out.gaps(layer, at, low, high)
+                if left != [(low, high)]:
+                    pieces += [(rank, at, *each) for each in reversed(left)]
+                    continue
+            end = min(high, low + room - count)
+            if end < high:
+                if self.grain > 1:
+                    least = 0 if count or optional else 1
+                    end = min(high, low + max((end - low) // self.grain, least) * self.grain)
+                    if end == low:
+                        pieces.append((rank, at, low, high))
+                        break
+                if end < high:
+                    pieces.append((rank, at, end, high))
+            if at == row and low == stop:
+                found[-1] = TokenRange(row, found[-1].start, end)
+                marked = min(marked, len(found) - 1)
+            else:
+                found.append(TokenRange(at, low, end))
+            row, stop = at, end
+            count += end - low
         if self._out is not None:
-            for piece in pieces:
-                self._out.mark(layer, piece.row, piece.start, piece.stop)
+            self._out.mark_all(layer, found[marked:])
+        return count
 
     def _enqueue(self, layer: int, row: int, start: int, stop: int) -> None:
-        policy, length = self.policy, self.lengths[row]
-        if self._windows:
-            # Tokens that a sliding-window layer can't see any more matter least; they still make the cache complete.
-            edge = window_start(length, self._windows[layer]) // self.grain * self.grain
-            if start < edge:
-                self._push(_LAST_CLASS, layer, row, start, min(stop, edge))
-                start = min(stop, edge)
-        if start >= stop:
-            return
-        if policy.classes is None:
-            self._push(0, layer, row, start, stop)
-            return
-        blocks = policy.classes.shape[1]
-        bounds = self._bounds.get(length)
-        if bounds is None:
-            bounds = block_bounds(length, blocks)
-            if self.grain > 1:  # a KV block ends where the nearest block of the layout does
-                bounds = np.minimum((bounds + self.grain // 2) // self.grain * self.grain, length)
-                bounds[-1] = length
-            self._bounds[length] = bounds
-        if self.grain > 1:
-            first = int(np.searchsorted(bounds, start, side="right")) - 1
-            last = int(np.searchsorted(bounds, stop, side="left"))
-        else:
-            first, last = blocks_touched(length, blocks, start, stop)
-        ranked = self._ranked.get(layer)
-        classes = (policy.classes[layer] if ranked is None else ranked[row])[first:last]
-        # Neighbours of one class are one run; a chunk of prefill may end within a block.
-        edges = np.flatnonzero(np.diff(classes)) + 1
-        firsts = np.concatenate(([0], edges))
-        lasts = np.concatenate((edges, [last - first]))
-        lows = np.maximum(bounds[first + firsts], start)
-        highs = np.minimum(bounds[first + lasts], stop)
-        ranks, filled = classes[firsts], lows < highs
-        limit = self.policy.proactive_classes
-        for part in [filled] if limit is None else [filled & (ranks < limit), filled & (ranks >= limit)]:
-            if part.any():
-                work = self._work_of(int(ranks[part][0]), layer)
-                work.push_row(layer, row, ranks[part].tolist(), lows[part].tolist(), highs[part].tolist())
-        self.pending_tokens += int((highs - lows)[filled].sum())
-
-    def _push(self, rank: int, layer: int, row: int, start: int, stop: int) -> None:
-        self._work_of(rank, layer).push(rank, layer, (row, start, stop))
+        limit, piece = self.policy.proactive_classes, (row, start, stop)
         self.pending_tokens += stop - start
-
-    def _work_of(self, rank: int, layer: int) -> Work:
-        """Where a layer's pieces of a class belong now."""
-        limit = self.policy.proactive_classes
-        in_time = not (self.policy.until_finish and self._finished)
-        proactive = layer < ALWAYS_LAYERS or (in_time and (limit is None or rank < limit))
-        return self._proactive if proactive else self._rest
-
-
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces that touch as one, in order of their positions."""
-    found: list[Piece] = []
-    for row, start, stop in sorted(pieces):
-        if found and found[-1][0] == row and found[-1][2] == start:
-            found[-1] = (row, found[-1][1], stop)
+        if layer < ALWAYS_LAYERS:
+            self._proactive.put(layer, piece)
+        elif self.policy.until_finish and self._finished:
+            self._rest.put(layer, piece)
+        elif limit is None:
+            self._proactive.put(layer, piece)
         else:
-            found.append((row, start, stop))
-    return found
-
-
-_LAST_CLASS = 1 << 14
+            for in_time, part in self._order.split(layer, piece, limit):
+                (self._proactive if in_time else self._rest).put(layer, part)

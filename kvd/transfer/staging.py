@@ -26,8 +26,8 @@ from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
 from kvd.transfer.delivery import take_arrived
+from kvd.transfer.order import Policy
 from kvd.transfer.part import Part, SinkPart, SourcePart, State
-from kvd.transfer.queue import Policy
 from kvd.wire import messages as wire
 from kvd_client.layouts import UNITS, Target
 

@@ -1,91 +1,112 @@
-"""Pieces of work in order of class, then layer, then position; and what lets some rows of one layer be sorted anew."""
+"""Tokens that wait to be sent, in order of class, then layer, then position; sorted when their turn comes.
+
+What becomes ready, or gets other classes, is only noted, with the first class that it can have
+(:meth:`kvd.transfer.order.Order.least`). When that is the first of all, its ranges are cut into pieces of one class
+each. So what is ranked before its turn, as most layers are on a slow link, is sorted once, and nothing is sorted twice
+without need.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterator
-from typing import TypeAlias
 
-Piece: TypeAlias = tuple[int, int, int]
-"""Row, start (included), stop (excluded)."""
+from kvd.transfer.order import Order, Piece, Range
 
-ROWS = 4
-"""A layer's pieces are found by so many rows of a batch: sorting a row's anew takes up to a millisecond."""
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Group:
+    """What waits of some rows of a layer; either list has something."""
+
+    first: int
+    """The class of the first piece, or an earlier one while there is anything unsorted."""
+    unsorted: list[Range] = dataclasses.field(default_factory=list)
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    """The last one goes first."""
 
 
 class Work:
-    """Pieces in a bucket for each (class, layer, :data:`ROWS` rows), the buckets in a heap: pieces of one bucket come
-    in the order of their positions, so that neighbours are sent as one run, and those of some rows of a layer are found
-    without looking at the others."""
+    """What may go by one path. Ranges may overlap only where the caller can tell what of a piece is still to go."""
 
-    __slots__ = ("_buckets", "_classes", "_keys")
+    __slots__ = ("_groups", "_keys", "_order")
 
-    def __init__(self) -> None:
-        self._buckets: dict[tuple[int, int, int], list[Piece]] = {}
-        """By (class, layer, rows), each a heap; none is empty."""
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._groups: dict[tuple[int, int], _Group] = {}
+        """By layer and group of rows."""
         self._keys: list[tuple[int, int, int]] = []
-        """Heap of the buckets' keys. One whose bucket is gone, or that is there twice, is dropped as it comes first."""
-        self._classes: dict[tuple[int, int], set[int]] = {}
-        """By (layer, rows), the classes of its buckets."""
+        """Heap of (first class, layer, group). One that is not its group's any more is dropped as it comes first."""
 
     def __bool__(self) -> bool:
-        return bool(self._buckets)
+        return bool(self._groups)
 
-    def __iter__(self) -> Iterator[tuple[int, int, Piece]]:
-        """All pieces with their classes and layers, in no particular order."""
-        for (rank, layer, _), bucket in self._buckets.items():
-            for piece in bucket:
-                yield rank, layer, piece
+    def __iter__(self) -> Iterator[tuple[int, Range]]:
+        """Everything, with its layer, in no particular order."""
+        for (layer, _), group in self._groups.items():
+            for each in group.unsorted:
+                yield layer, each
+            for _, *piece in group.pieces:
+                yield layer, (piece[0], piece[1], piece[2])
 
-    def push(self, rank: int, layer: int, piece: Piece) -> None:
-        rows = piece[0] // ROWS
-        bucket = self._buckets.get((rank, layer, rows))
-        if bucket is None:
-            self._buckets[rank, layer, rows] = [piece]
-            self._classes.setdefault((layer, rows), set()).add(rank)
-            heapq.heappush(self._keys, (rank, layer, rows))
-        else:
-            heapq.heappush(bucket, piece)
+    def put(self, layer: int, piece: Range) -> None:
+        key = layer, self._order.group(piece[0])
+        least = self._order.least(*key)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(least)
+            heapq.heappush(self._keys, (least, *key))
+        elif least < group.first:
+            group.first = least
+            heapq.heappush(self._keys, (least, *key))
+        group.unsorted.append(piece)
 
-    def push_row(self, layer: int, row: int, ranks: list[int], starts: list[int], stops: list[int]) -> None:
-        """Many pieces of a row at once; a ranking brings hundreds."""
-        buckets, rows = self._buckets, row // ROWS
-        for rank, start, stop in zip(ranks, starts, stops, strict=True):
-            bucket = buckets.get((rank, layer, rows))
-            if bucket is None:
-                self.push(rank, layer, (row, start, stop))
-            else:
-                heapq.heappush(bucket, (row, start, stop))
+    def first(self) -> tuple[int, list[Piece]]:
+        """The layer of the first piece, and what waits of it and some rows of it, the last one first. There must be
+        one. The caller may take pieces off the list's end and put parts of them there, and then calls :meth:`taken`."""
+        while True:
+            first, layer, number = self._keys[0]
+            group = self._groups.get((layer, number))
+            if group is None or group.first != first:
+                heapq.heappop(self._keys)
+                continue
+            if not group.unsorted:
+                return layer, group.pieces
+            ranges = group.unsorted + [(row, start, stop) for _, row, start, stop in group.pieces]
+            group.pieces = self._order.cut(layer, number, ranges)
+            group.pieces.reverse()
+            group.unsorted.clear()
+            group.first = group.pieces[-1][0]
+            heapq.heappush(self._keys, (group.first, layer, number))
 
-    def pop(self) -> tuple[int, int, Piece]:
-        """The first piece, with its class and layer. There must be one."""
-        while self._keys[0] not in self._buckets:
+    def taken(self) -> None:
+        """What :meth:`first` returned has changed."""
+        first, layer, number = self._keys[0]
+        group = self._groups[layer, number]
+        if not group.pieces:
+            del self._groups[layer, number]
             heapq.heappop(self._keys)
-        rank, layer, _ = key = self._keys[0]
-        bucket = self._buckets[key]
-        piece = heapq.heappop(bucket)
-        if not bucket:
-            heapq.heappop(self._keys)
-            self._forget(key)
-        return rank, layer, piece
+        elif group.pieces[-1][0] != first:
+            group.first = group.pieces[-1][0]
+            heapq.heapreplace(self._keys, (group.first, layer, number))
 
-    def take_rows(self, layer: int, rows: int) -> list[tuple[int, Piece]]:
-        """Take the pieces of a layer's rows from ``ROWS * rows`` on, :data:`ROWS` of them, out; each with its class."""
-        found = []
-        for rank in sorted(self._classes.get((layer, rows), ())):
-            found += [(rank, piece) for piece in self._buckets[rank, layer, rows]]
-            self._forget((rank, layer, rows))
-        return found
+    def sort_anew(self, layer: int) -> None:
+        """The layer's classes have changed."""
+        for number in self._order.groups:
+            group = self._groups.get((layer, number))
+            if group is not None:
+                group.unsorted += [(row, start, stop) for _, row, start, stop in group.pieces]
+                group.pieces.clear()
+                group.first = self._order.least(layer, number)
+                heapq.heappush(self._keys, (group.first, layer, number))
 
     def move_layers(self, first: int, target: Work) -> None:
         """Give the layers from ``first`` on to another."""
-        for layer, rows in [key for key in self._classes if key[0] >= first]:
-            for rank, piece in self.take_rows(layer, rows):
-                target.push(rank, layer, piece)
-
-    def _forget(self, key: tuple[int, int, int]) -> None:
-        del self._buckets[key]
-        classes = self._classes[key[1:]]
-        classes.discard(key[0])
-        if not classes:
-            del self._classes[key[1:]]
+        for key in [key for key in self._groups if key[0] >= first]:
+            group = self._groups.pop(key)
+            there = target._groups.setdefault(key, group)
+            if there is not group:
+                there.unsorted += group.unsorted
+                there.unsorted += [(row, start, stop) for _, row, start, stop in group.pieces]
+                there.first = min(there.first, group.first)
+            heapq.heappush(target._keys, (there.first, *key))

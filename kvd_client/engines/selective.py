@@ -14,6 +14,7 @@ missing), and the tokens of every mode and interleaving equal those of a run wit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -139,6 +140,8 @@ def prefill_selective(
     scratch: list[dict[str, Any]] = [{} for _ in windows]
     rank = getattr(transfer, "rank", None) if prompt_aware else None
     by_head = bool(getattr(transfer, "by_head", False))
+    if rank is not None:
+        rank = functools.partial(rank, wait=False)  # the daemon sorts while the next layer computes
     asked = prompt.PromptQueries(model, shape, selector, rank=rank, told=on_queries, by_head=by_head)
 
     def attends(layer: int, start: int, queries: torch.Tensor | None) -> None:

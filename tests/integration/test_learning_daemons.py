@@ -18,6 +18,7 @@ from kvd.importance.counts import SelectionCounts
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 from kvd.profiling import files
 from kvd.profiling.recorder import Recorder
+from kvd_client import PrefillTransfer
 from kvd_client.errors import InvalidArgument, NotFound
 from kvd_client.protocol import RankBlocks
 from tests.integration.daemons import DaemonProcess, small_spec, two_daemons
@@ -238,3 +239,33 @@ def test_a_ranking_through_the_daemon(daemons: tuple[DaemonProcess, DaemonProces
                 status = next(t for t in source.status().transfers if t.request == mode)
                 assert (status.paths.get("ranked", 0) > 0) is wanted
             prefill.release()
+
+
+def test_a_ranking_that_nobody_waits_for(daemons: tuple[DaemonProcess, DaemonProcess]) -> None:
+    with daemons[0].client() as source, daemons[1].client() as sink:
+        shares = np.full((1, 8), 0.5, np.float32)
+        for mode, wanted in (("full", False), ("parallel", True)):
+            with sink.decode(mode, SPEC, [TOKENS], source="prefill", mode=mode) as decode:
+                prefill = source.prefill(mode, SPEC, [TOKENS])
+                for layer in range(2):
+                    prefill.layer_ready(layer)
+                decode.wait_ready(1, timeout_s=WAIT_S)
+
+                def told(prefill: PrefillTransfer = prefill, **how: Any) -> bool:
+                    return prefill.rank(3, shares, wait=False, **how)
+
+                eventually("the answer is known", lambda told=told, wanted=wanted: told() is wanted, WAIT_S)
+                source.status()  # by then all have been answered
+                assert told() is wanted
+
+                def refused(told: Callable[..., bool] = told) -> None:
+                    told(weight=-1)
+                    eventually("the error is known", lambda: told() is None, WAIT_S)
+
+                with pytest.raises(InvalidArgument, match="weight"):
+                    refused()
+                for _ in range(50):
+                    told()
+            prefill.release()
+            source.status()
+            assert source._connection._replies == {}, "nobody looks at the last answers"

@@ -20,6 +20,7 @@ from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd.transfer.rendezvous import Rendezvous
 from kvd.transfer.scheduler import Link
 from kvd.transfer.timers import Timers
+from kvd.transfer.work import Work
 from kvd.wire import messages as wire
 from kvd_client.spec import MASK_LOCAL, PartLayout, TokenRange
 
@@ -272,8 +273,7 @@ def a_ranking_loses_what_is_pending(patch: pytest.MonkeyPatch) -> None:
     def rank(self: SendQueue, layer: int, shares: Any, weight: float) -> bool:
         pending = self.pending_tokens
         for work in (self._proactive, self._rest):
-            for rows in range(len(self.lengths)):
-                work.take_rows(layer, rows)
+            work.move_layers(layer, Work(self._order))
         self.pending_tokens = pending
         return properly(self, layer, shares, weight)
 

@@ -80,7 +80,7 @@ def unsent(queue: SendQueue) -> list[set[tuple[int, int, int]]]:
     """By path, every (layer, row, token) that has not been handed out."""
     found = []
     for work in (queue._proactive, queue._rest):
-        pieces = [(layer, *piece) for _, layer, piece in work]
+        pieces = [(layer, *piece) for layer, piece in work]
         if queue._out is not None:  # dropped tokens stay in their pieces, and restored ones may be in two
             pieces = [
                 (layer, row, *gap)

@@ -46,7 +46,8 @@ class Ranked(selective.LocalTransfer):
         self.put.append(layer)
         super().put_layer(layer, **how)
 
-    def rank(self, layer: int, shares: Any) -> bool:
+    def rank(self, layer: int, shares: Any, *, wait: bool) -> bool:
+        assert not wait
         assert self.put[-1] == layer  # its entries are on their way
         self.rankings[layer] = shares
         return layer < self.until

@@ -41,7 +41,10 @@ def test_flags_agree_with_a_bitmap(steps: list[tuple[str, int, Any]]) -> None:
             assert [t for low, high in gaps for t in range(low, high)] == [
                 start + int(t) for t in np.flatnonzero(~part)
             ]
-            assert flags.add(layer, row, start, stop) == int((~part).sum())
+            if len(places) % 2:
+                assert flags.add(layer, row, start, stop) == int((~part).sum())
+            else:
+                flags.mark_all(layer, [TokenRange(row, start, stop)])
             part[:] = True
         elif what == "add":
             flags.add_places(layer, places)

@@ -20,8 +20,9 @@ from kvd.profiles import Profiles
 from kvd.profiling import files
 from kvd.profiling.profile import ProfileGroup
 from kvd.profiling.timing import Times
+from kvd.transfer.order import Policy
 from kvd.transfer.policy import Profiled, Selective, choose_policy
-from kvd.transfer.queue import Policy, ReadyTokens, SendQueue
+from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd_client.spec import PartLayout
 from tests.profiles import CREATED, SPEC, matrix, profile
 

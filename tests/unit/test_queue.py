@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.blocks import block_of
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
 from kvd.importance.matrix import ImportanceMatrix
-from kvd.transfer import queue, work
+from kvd.importance.prompt import Scale, combined
+from kvd.transfer import order
+from kvd.transfer.order import ROWS, Order, Piece, Policy, Range
 from kvd.transfer.policy import RUN_BYTES, Profiled, Selective, choose_policy
-from kvd.transfer.queue import MAX_RANGES, Policy, ReadyTokens, SendQueue
-from kvd.transfer.work import ROWS
+from kvd.transfer.queue import MAX_RANGES, ReadyTokens, SendQueue
 from kvd.types import Path
 from kvd_client.spec import PartLayout, TokenRange
 
@@ -433,31 +435,78 @@ def test_tokens_out_of_every_window_stay_last() -> None:
     assert set(order[:8]) == visible
 
 
-def test_a_batch_is_sorted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_sorted_a_few_rows_at_a_time_and_only_when_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 3 * ROWS + 1
     layout = PartLayout(layers=5, heads=1, entry_bytes=10, rows=rows, capacity=16)
     one = Source(layout, (16,) * rows, ranked_policy(some_profile()))
-    one.ready(3, None, 0, 16)
-    sorted_rows: list[int] = []
-    enqueue = SendQueue._enqueue
+    cuts: list[tuple[int, int]] = []
+    cut = Order.cut
 
-    def watched(self: SendQueue, layer: int, row: int, start: int, stop: int) -> None:
-        sorted_rows.append(row)
-        enqueue(self, layer, row, start, stop)
+    def watched(self: Order, layer: int, group: int, ranges: list[Range]) -> list[Piece]:
+        cuts.append((layer, group))
+        return cut(self, layer, group, ranges)
 
-    monkeypatch.setattr(SendQueue, "_enqueue", watched)
+    monkeypatch.setattr(Order, "cut", watched)
+    for layer in range(5):
+        one.ready(layer, None, 0, 16)
     best = np.arange(rows) % 8
     assert one.queue.rank(3, np.eye(8, dtype=np.float32)[best], 1.0)
-    sent = []
-    for turn in range(4):
-        assert sorted_rows == list(range(min(ROWS * (turn + 1), rows)))
-        sent += tokens_of(one.queue.take(10))
-    sent += tokens_of(one.drain(10))
-    assert len(sorted_rows) == rows, "each once"
-    wanted = {(3, row, 2 * int(block) + i) for row, block in enumerate(best) for i in range(2)}
-    assert wanted <= set(sent[: 4 + len(wanted)]), "all but the first four came in the new order"
-    assert len(sent) == len(set(sent)) == 16 * rows
+    assert cuts == []
+    sent = tokens_of(one.queue.take(10))
+    assert cuts == [(0, 0)]
+    sent += tokens_of(one.drain(10 * 16 * rows))
+    assert sorted(cuts) == [(layer, group) for layer in range(5) for group in range(4)], "each once"
+    wanted = [(3, row, 2 * int(block) + i) for row, block in enumerate(best) for i in range(2)]
+    assert [token for token in sent if token[0] == 3][: len(wanted)] == wanted
+    assert len(sent) == len(set(sent)) == 5 * 16 * rows
     assert one.queue.pending_tokens == 0
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_goes_next_is_the_first_by_class_layer_and_position(data: st.DataObject) -> None:
+    """At any time, whatever became ready or was ranked when, and however many rows are cut together."""
+    lengths = tuple(data.draw(st.lists(st.integers(1, 16), min_size=2, max_size=2)))
+    profile = some_profile(data.draw(st.integers(1, 20)))
+    blocks = min(profile.blocks, max(lengths))
+    policy = choose_policy("profile", Selective(), Profiled(profile), layers=5, lengths=lengths, token_bytes=1 << 20)
+    assert policy.classes is not None
+    assert policy.importance is not None
+    scale = Scale.of_classes(policy.importance, policy.classes)
+    classes = {(layer, row): policy.classes[layer] for layer in range(5) for row in range(2)}
+    windows = data.draw(st.sampled_from([(), (0, 0, 4, 9, 0)]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(order, "ROWS", data.draw(st.sampled_from([1, 8])))
+        one = Source(RANKED, lengths, policy, windows=windows)
+
+        def place(token: tuple[int, int, int]) -> tuple[int, int, int, int]:
+            layer, row, at = token
+            hidden = windows and windows[layer] and at < lengths[row] - windows[layer]
+            block = int(block_of(lengths[row], blocks, at))
+            return 1 << 14 if hidden else int(classes[layer, row][block]), *token
+
+        waits: set[tuple[int, int, int]] = set()
+        for what in data.draw(st.lists(st.sampled_from(["ready", "rank", "take"]), max_size=25)):
+            layer = data.draw(st.integers(0, 4))
+            if what == "ready":
+                start, stop = sorted(data.draw(st.tuples(*[st.integers(0, max(lengths))] * 2)))
+                new = one.tokens.add(layer, None, start, stop)
+                one.queue.add(new)
+                waits |= set(tokens_of([(at, (piece,)) for at, piece in new]))
+            elif what == "rank":
+                shares = np.random.default_rng(data.draw(st.integers(0, 99))).random((2, blocks)).astype(np.float32)
+                if one.queue.rank(layer, shares, 0.75):
+                    found = scale.classes(combined(policy.importance[layer], shares, 0.75))
+                    classes |= {(layer, row): found[row] for row in range(2)}
+            else:
+                count = data.draw(st.integers(1, 40))
+                taken = tokens_of(one.queue.take(10 * count))
+                # Of one write's tokens those of a layer are together.
+                assert sorted(taken, key=place) == sorted(waits, key=place)[:count]
+                for layer in range(5):
+                    mine = [token for token in taken if token[0] == layer]
+                    assert mine == sorted(mine, key=place)
+                waits -= set(taken)
 
 
 @given(
@@ -467,8 +516,7 @@ def test_a_batch_is_sorted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch)
 @settings(max_examples=200, deadline=None)
 def test_rankings_lose_and_repeat_nothing(script: list[tuple[str, int]], at_once: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        for module in (queue, work):
-            patched.setattr(module, "ROWS", at_once)
+        patched.setattr(order, "ROWS", at_once)
         rankings_lose_and_repeat_nothing(script)
 
 

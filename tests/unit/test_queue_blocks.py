@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.importance.matrix import ImportanceMatrix
+from kvd.transfer.order import Policy
 from kvd.transfer.policy import Profiled, Selective, choose_policy
-from kvd.transfer.queue import Policy, ReadyTokens, SendQueue
+from kvd.transfer.queue import ReadyTokens, SendQueue
 from kvd_client.layouts import UNITS
 from kvd_client.spec import PartLayout, TokenRange
 
