@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 
 MEMORY_S = 0.25
@@ -11,8 +12,9 @@ MEMORY_S = 0.25
 MIN_SAMPLE_S, MIN_SAMPLE_BYTES = 0.01, 128 << 10
 """Smaller samples say more about the clock and the event loop than about the link."""
 
-RECENT = 6
-"""Writes whose least delay counts: about one and a half round trips of four turns each."""
+ROUND, RECENT = 3, 6
+"""Writes that filled the room, of about one round trip and of two: while it stays full, each does, and there are three
+turns in it."""
 
 GROWTH, SHRINKAGE = 0.25, 0.5
 """By how much the room can change in one round trip: a queue that is too long is in somebody's way."""
@@ -50,6 +52,9 @@ class Room:
     The shortest time that a write has ever taken is the path without a queue; what a write takes beyond it is queue.
     Steering by that delay needs no estimate of the rate, which would feed on itself: less under way, less carried,
     a lower estimate, still less under way.
+
+    Only writes that filled the room tell how long the queue is that a full room makes. Where bulk goes out in bursts,
+    since it holds back while fetches are served, the first writes of each burst find nothing before them.
     """
 
     delay_s: float
@@ -58,17 +63,34 @@ class Room:
     nbytes: float
     _base_s: float = math.inf
     _recent: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=RECENT))
+    _bytes: int = 0
+    """Confirmed since the room was changed last."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything is known of the path."""
+        return self._base_s < math.inf
 
     def completed(self, nbytes: int, took_s: float, *, full: bool) -> None:
-        """A write was confirmed ``took_s`` after its submission; ``full``: the room was used up meanwhile."""
+        """A write was confirmed ``took_s`` after its submission, with which the room was ``full``, or wasn't."""
         self._base_s = min(self._base_s, took_s)
-        self._recent.append(took_s)
-        # A queue delays every write, a busy processor some of them: the least of a few tells the two apart.
-        off = max(-1.0, min(1.0, 1.0 - (min(self._recent) - self._base_s) / self.delay_s))
-        if off > 0 and not full:
+        self._bytes += nbytes
+        if not full:
             return  # nobody knows what more would have done
-        change = (GROWTH if off > 0 else SHRINKAGE) * off * min(1.0, nbytes / self.nbytes)
-        self.nbytes = max(self.least, min(self.most, self.nbytes * (1.0 + change)))
+        self._recent.append(took_s)
+        weight, self._bytes = min(1.0, self._bytes / self.nbytes), 0
+        # A queue delays every write, a busy processor some of them: the least of a few tells the two apart. To grow,
+        # what was sent before the last change must not count any more: the room would overshoot.
+        newest = itertools.islice(reversed(self._recent), ROUND)
+        if (off := self._off(min(self._recent))) < 0:
+            change = SHRINKAGE * max(-1.0, off)
+        else:
+            change = GROWTH * max(0.0, self._off(min(newest)))
+        self.nbytes = max(self.least, min(self.most, self.nbytes * (1.0 + weight * change)))
+
+    def _off(self, took_s: float) -> float:
+        """1 for a write that has met no queue, 0 for one that has met what is aimed at, below 0 for a longer one."""
+        return 1.0 - (took_s - self._base_s) / self.delay_s
 
 
 UNBOUNDED = 1 << 62

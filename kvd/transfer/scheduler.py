@@ -16,8 +16,9 @@ from kvd.types import TransferId
 MIN_WINDOW = 128 << 10
 """Less under way would cost more in small writes than it saves in delay."""
 FIRST_WINDOW = 512 << 10
-"""Until the link's rate has been measured."""
+"""Until it has been seen how long a queue the bytes under way make."""
 MIN_CHUNK = 32 << 10
+"""Of a turn on a link with a bound on delay."""
 PAUSE_S = 0.05
 """Bulk work holds back for so long at most while fetches are served; then it goes on with a quarter of its room."""
 
@@ -46,7 +47,8 @@ class Link:
     """When the first of them began."""
     estimate: RateEstimate = dataclasses.field(default_factory=RateEstimate)
     room: Room | None = None
-    _sent: dict[int, float] = dataclasses.field(default_factory=dict)
+    _sent: dict[int, tuple[float, bool]] = dataclasses.field(default_factory=dict)
+    """Of each write under way: when it went out, and whether the room was full with it."""
 
     def __post_init__(self) -> None:
         if self.delay_s:
@@ -82,8 +84,15 @@ class Link:
 
     @property
     def piece(self) -> int:
-        """Bytes of the next turn: several turns fit below the limit, so that the link never waits for one."""
-        return max(min(self.chunk, MIN_CHUNK), min(self.chunk, self.limit // 3)) if self.delay_s else self.chunk
+        """Bytes of the next turn: several turns fit below the limit, so that the link never waits for one. The first
+        one on an idle link is small, since it measures the path: its own bytes take time, too, which would pass for the
+        path's where the link is slow."""
+        if self.room is None:
+            return self.chunk
+        return self._share(self.limit) if self.in_flight else min(self.chunk, MIN_CHUNK)
+
+    def _share(self, limit: int) -> int:
+        return max(min(self.chunk, MIN_CHUNK), min(self.chunk, limit // 3))
 
     @property
     def open(self) -> bool:
@@ -93,10 +102,13 @@ class Link:
 
     @property
     def _full(self) -> bool:
-        """Another turn would exceed the limit; with nothing under way there is always room for one. A mere window may
-        be exceeded by one turn."""
-        turn = self.piece if self.room is not None else 1
-        return self.in_flight > 0 and self.in_flight + turn > self.limit
+        """Another turn would exceed the limit; with nothing under way there is always room for one, and for no more
+        until that one has measured the path. A mere window may be exceeded by one turn."""
+        if not self.in_flight:
+            return False
+        if self.room is None:
+            return self.in_flight >= self.limit
+        return not self.room.measured or self.in_flight + self.piece > self.limit
 
     def fetch_begins(self, now: float) -> None:
         """A fetch is being served from now on."""
@@ -123,24 +135,26 @@ class Link:
         if not self.in_flight:
             self.estimate.begin(now)
         self.writes[write] = (nbytes, path)
-        self._sent[write] = now
         self.in_flight += nbytes
+        # The whole room, not the part of it that is left while fetches are served.
+        room = int(self.room.nbytes) if self.room is not None else self.window
+        self._sent[write] = now, self.in_flight + self._share(room) > room
 
     def began(self, write: int, now: float) -> None:
         """The bytes of a write, which had to be made first, go over from now on."""
         if write in self._sent:
-            self._sent[write] = now
+            self._sent[write] = now, self._sent[write][1]
 
     def completed(self, write: int, now: float, *, placed: bool = True) -> tuple[int, str]:
         """Bytes and path of a write that has ended; 0 if it is not of this link. ``placed``: its bytes went over;
         those of a cancelled or refused write say nothing about the link."""
         nbytes, path = self.writes.pop(write, (0, ""))
-        full = self._full
         busy = self.room is None or 4 * self.in_flight >= self.limit
         self.in_flight -= nbytes
         if placed and path:
             self.estimate.completed(nbytes, now, busy=busy)
             if self.room is not None:
-                self.room.completed(nbytes, now - self._sent[write], full=full)
+                since, full = self._sent[write]
+                self.room.completed(nbytes, now - since, full=full)
         self._sent.pop(write, None)
         return nbytes, path

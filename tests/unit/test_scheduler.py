@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.transfer.rate import MIN_SAMPLE_BYTES
-from kvd.transfer.scheduler import FIRST_WINDOW, Link
+from kvd.transfer.scheduler import FIRST_WINDOW, MIN_CHUNK, Link
 
 
 def test_turns_go_round_and_newcomers_wait_for_theirs() -> None:
@@ -186,7 +190,14 @@ def test_without_a_bound_on_delay_the_window_is_the_limit() -> None:
 
 def test_limits_before_anything_is_known() -> None:
     link = Link(window=8 << 20, delay_s=0.01)
-    assert (link.limit, link.piece) == (FIRST_WINDOW, FIRST_WINDOW // 3)
+    assert (link.limit, link.piece) == (FIRST_WINDOW, MIN_CHUNK)
+    link.add(1)
+    link.submitted(1, link.piece, "proactive", 0.0)
+    assert not link.open
+    link.completed(1, 0.001)
+    link.submitted(2, link.piece, "proactive", 0.001)
+    assert link.open
+    assert link.piece == FIRST_WINDOW // 3
     small = Link(window=1000, chunk=1000, delay_s=0.01)
     assert (small.limit, small.piece) == (1000, 1000)
 
@@ -255,6 +266,99 @@ def test_little_to_send_does_not_change_the_limit() -> None:
         now += 0.001
         link.completed(number, now)
     assert link.limit == limit
+
+
+class Beside:
+    """Bulk work that holds back while a fetch is served, and fetches one after the other, through one queue.
+
+    Some of what arrives is noticed late, by ``late_s`` on average: by a processor that is busy with something else.
+    """
+
+    FETCH = 64 << 10
+
+    def __init__(self, rate: float, trip_s: float = 0.0005, late_s: float = 0.0) -> None:
+        self.link = Link(window=32 << 20, delay_s=0.01)
+        self.link.add(1)
+        self.rate, self.trip_s, self.late_s = rate, trip_s, late_s
+        self.now = self.free_at = 50.0
+        self.carried = 0
+        self.waits: list[float] = []
+        """How long each fetch waited for the bulk before it."""
+        self._events: list[tuple[float, int, int, int]] = []
+        self._numbers = itertools.count()
+        self._random = random.Random(1)
+
+    def run(self, seconds: float, *, fetches: bool = True) -> None:
+        stop = self.now + seconds
+        self._fill()
+        if fetches:
+            self._schedule(self.now + 0.1, 0, 0)
+        while self.now < stop:
+            at, _, nbytes, write = heapq.heappop(self._events)
+            self.now = max(self.now, at)
+            if nbytes:
+                self.link.completed(write, self.now)
+                self.carried += nbytes
+            elif self.link.urgent:
+                self.link.fetch_ended()
+                self._schedule(self.now + 0.001, 0, 0)
+            else:
+                self.link.fetch_begins(self.now)
+                self.waits.append(max(0.0, self.free_at - self.now))
+                self._schedule(self._through(self.FETCH), 0, 0)
+            self._fill()
+
+    def _fill(self) -> None:
+        while self.link.open and not self.link.paused(self.now):
+            piece, write = self.link.piece, next(self._numbers)
+            self.link.submitted(write, piece, "proactive", self.now)
+            self._schedule(self._through(piece), piece, write)
+
+    def _through(self, nbytes: int) -> float:
+        self.free_at = max(self.free_at, self.now) + nbytes / self.rate
+        return self.free_at + self.trip_s
+
+    def _schedule(self, at: float, nbytes: int, write: int) -> None:
+        late = self._random.expovariate(1 / self.late_s) if self.late_s and self._random.random() < 0.3 else 0.0
+        heapq.heappush(self._events, (at + late, next(self._numbers), nbytes, write))
+
+
+@pytest.mark.parametrize("rate", [25e6, 125e6, 1.25e9])
+@pytest.mark.parametrize("trip_s", [0.0005, 0.005])
+def test_a_fetch_waits_for_no_more_bulk_than_the_bound_allows(rate: float, trip_s: float) -> None:
+    beside = Beside(rate, trip_s)
+    beside.run(3.0)
+    assert len(beside.waits) > 100
+    assert max(beside.waits) <= 0.011  # of the first ones, too
+    assert max(beside.waits[len(beside.waits) // 2 :]) <= 0.008
+
+
+@pytest.mark.parametrize("rate", [25e6, 125e6, 1.25e9])
+def test_bursts_between_fetches_leave_the_room_as_it_is_without_them(rate: float) -> None:
+    """The first writes of a burst find an empty queue, and don't pass for a sign that there is room for more."""
+    alone, beside = Beside(rate), Beside(rate)
+    alone.run(3.0, fetches=False)
+    beside.run(3.0)
+    assert alone.link.room is not None
+    assert beside.link.room is not None
+    assert 0.6 <= beside.link.room.nbytes / alone.link.room.nbytes <= 1.3
+    assert alone.carried >= 0.97 * 3.0 * rate
+
+
+@pytest.mark.parametrize("rate", [125e6, 1.25e9])
+def test_a_busy_processor_does_not_pass_for_a_queue(rate: float) -> None:
+    alone, beside = Beside(rate, late_s=0.01), Beside(rate, late_s=0.003)
+    alone.run(3.0, fetches=False)
+    assert alone.carried >= 0.85 * 3.0 * rate
+    beside.run(3.0)
+    assert sorted(beside.waits)[int(0.95 * len(beside.waits))] <= 0.01
+
+
+def test_the_first_write_measures_the_path_and_not_itself() -> None:
+    """Else a slow link's room would be as large as the time of the first, large writes allows, and these stay large."""
+    beside = Beside(25e6)
+    beside.run(0.15, fetches=False)
+    assert beside.link.in_flight / beside.rate <= 0.01
 
 
 def test_a_fetch_in_service_leaves_bulk_a_quarter() -> None:
