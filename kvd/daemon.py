@@ -13,6 +13,7 @@ import kvd_kernels
 import structlog
 
 import kvd
+from kvd import log as logs
 from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
 from kvd.config import Config, Npu, read_keys
@@ -301,6 +302,8 @@ class Daemon:
         core = self._engine.core
         peers = self._peers.statuses()
         reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state == "down" and peer.error]
+        if unread := logs.trouble():
+            reasons.append(unread)
         if core.draining:
             reasons.append("draining: new transfers are refused")
         counters = dict(core.counters)

@@ -17,6 +17,7 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from kvd.errors import KvdError
+from kvd.logstream import PatientHandler
 
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
@@ -46,7 +47,7 @@ def configure(
         to_line = _with_priority if _read_by_journal(stream) else _to_json
         last = [_error_to_fields, _traceback, to_line]
 
-    handler = logging.StreamHandler(stream)
+    handler = _handler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
@@ -63,6 +64,24 @@ def configure(
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
+
+
+def trouble() -> str:
+    """What keeps the log from its reader, in one sentence; empty: nothing."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PatientHandler):
+            if handler.waiting:
+                return f"log: nobody reads it; {handler.waiting} lines wait, {handler.dropped} were dropped"
+            if handler.error:
+                return f"log: lines are lost, since they can't be written: {handler.error.lower()}"
+    return ""
+
+
+def _handler(stream: TextIO) -> logging.Handler:
+    try:
+        return PatientHandler(stream)
+    except OSError:  # a text in memory
+        return logging.StreamHandler(stream)
 
 
 # no local variables: among them are keys

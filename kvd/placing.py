@@ -105,6 +105,8 @@ class Placing:
         heads = request.head_count or spec.kv_heads
         if not 1 <= request.blocks <= MAX_BLOCKS:
             raise InvalidArgument(f"a cache has 1 to {MAX_BLOCKS} blocks, not {request.blocks}", blocks=request.blocks)
+        if heads > spec.kv_heads:
+            raise InvalidArgument(f"a cache of {heads} heads; the model has {spec.kv_heads}", heads=heads)
         device = self._device(placement)
         channels, alignment = (device.channels, device.alignment) if device is not None else (1, 1)
         if not device_layout(placement, channels=channels, alignment=alignment).table:

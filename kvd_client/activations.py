@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
+from kvd_client.arguments import whole, whole_numbers
 from kvd_client.client import Client
 from kvd_client.errors import InvalidArgument
 from kvd_client.layouts import Placement
@@ -27,9 +29,10 @@ def tensor_spec(shape: Sequence[int], dtype: str, item_bytes: int) -> tuple[KVSp
 
     Raises :class:`InvalidArgument` for a tensor without axes or elements, and for rows longer than 1 MiB.
     """
+    shape = whole_numbers("shape", shape)
     if not shape or min(shape) < 1:
         raise InvalidArgument(f"a tensor of shape {list(shape)} has nothing to move", shape=list(shape))
-    nbytes = shape[-1] * item_bytes
+    nbytes = shape[-1] * whole("item_bytes", item_bytes)
     if nbytes > MAX_ENTRY_BYTES:
         raise InvalidArgument(
             f"the tensor's innermost axis has {nbytes} bytes; {MAX_ENTRY_BYTES} is the most, so reshape it",
@@ -57,9 +60,8 @@ def send_tensor(
     """
     from kvd_client.arrays import bytes_of
 
-    shape = tuple(value.shape)
-    data = bytes_of(value)
-    spec, rows = tensor_spec(shape, dtype, data.shape[-1] // shape[-1])
+    data, shape = bytes_of(value), np.shape(value)
+    spec, rows = tensor_spec(shape, dtype, data.shape[-1] // max(1, shape[-1]))
     transfer = client.prefill(name, spec, [rows], sink=sink, placement=_single(placement, dtype), deadline_s=deadline_s)
     try:
         transfer.put_layer(0, entries=data.reshape(1, rows, 1, spec.entry_bytes))

@@ -38,9 +38,14 @@ def bytes_of(value: Any) -> Bytes:
             raise InvalidArgument("expected an array or a tensor, got a scalar")
         if tensor.layout != torch.strided or tensor.is_meta:
             raise InvalidArgument(f"expected a dense tensor with values, got one of {tensor.layout}, {tensor.device}")
-        if tensor.stride()[-1:] != (1,):
-            tensor = tensor.contiguous()
-        viewed: Bytes = tensor.view(torch.uint8).cpu().numpy()
+        try:
+            if tensor.stride()[-1] != 1:
+                # Not contiguous(), for which any stride of an axis of one element will do.
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            flat = tensor.resolve_conj().resolve_neg().view(torch.uint8)
+        except RuntimeError as error:
+            raise InvalidArgument(f"expected a dense tensor with values: {str(error).splitlines()[0]}") from None
+        viewed: Bytes = flat.cpu().numpy()
         return viewed
     try:
         array = np.asarray(value)
@@ -57,5 +62,7 @@ def bytes_of(value: Any) -> Bytes:
 
 def check_fits(half: int, itemsize: int, dtype: Any) -> None:
     """Raise :class:`InvalidArgument` unless half an entry is a whole number of ``dtype``."""
+    if not itemsize:
+        raise InvalidArgument(f"dtype {dtype} has no size; give one whose values have bytes", dtype=str(dtype))
     if half % itemsize:
         raise InvalidArgument(f"half an entry is {half} bytes, no multiple of {dtype}", half=half, dtype=str(dtype))

@@ -7,6 +7,7 @@ from types import TracebackType
 import numpy as np
 
 from kvd_client.connection import Connection
+from kvd_client.errors import InvalidArgument
 from kvd_client.layouts import Placement
 from kvd_client.parts import OpenedCache
 from kvd_client.spec import PartLayout
@@ -40,6 +41,15 @@ class Cache:
         """The blocks that ``table`` (rows, blocks of a row) names, as tensors of a part; ``head`` is the cache's that
         is the part's first."""
         return DeviceTensors(self._opened.tensors, self._buffers, layout, table, head)
+
+    def check_of(self, connection: Connection) -> None:
+        """Raise :class:`InvalidArgument` unless the cache was opened over this connection: another daemon, or the same
+        one after a restart, may have another cache of the same number."""
+        if connection is not self._connection:
+            raise InvalidArgument(
+                f"cache {self.id} is another client's, or of a daemon that has restarted; open one with this client",
+                cache=self.id,
+            )
 
     def close(self) -> None:
         """Give the memory back; its arrays read zeros from now on. Raises :class:`~kvd_client.errors.Busy` while

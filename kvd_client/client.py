@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,8 +13,8 @@ from kvd_client.arguments import seconds, whole, whole_numbers
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, ProtocolError
 from kvd_client.layouts import Placement
+from kvd_client.opening import checked_blocks, checked_mode, head_of, ranges_of, table_of
 from kvd_client.protocol import (
-    MODES,
     ExportProfile,
     GetStatus,
     InstallProfile,
@@ -31,6 +30,7 @@ from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_l
 if TYPE_CHECKING:
     from kvd_client.cache import Cache
     from kvd_client.decode import DecodeTransfer
+    from kvd_client.parts import Part
     from kvd_client.prefill import PrefillTransfer
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Client:
         self.name = name or f"process {os.getpid()}"
         self._timeout_s = seconds("timeout_s", timeout_s)
         self._pid = forks.pid
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close a client that is just connecting
         self._profile_lock = threading.Lock()  # the pieces of two files must not mix
         self._connection: Connection | None = None
         self._closed = False
@@ -167,7 +167,7 @@ class Client:
         """
         from kvd_client.prefill import PrefillTransfer  # here, since NumPy costs more than all the rest
 
-        lengths = whole_numbers("lengths", lengths)
+        lengths, blocks = whole_numbers("lengths", lengths), checked_blocks(placement, cache, blocks)
         layout, start = self._layout(
             spec, lengths, capacity, heads, metadata, placed=placement is not None or cache is not None, mask=mask
         )
@@ -181,18 +181,18 @@ class Client:
             head_start=start,
             head_count=layout.kv_heads,
             metadata=layout.metadata,
-            mode=_mode(mode),
+            mode=checked_mode(mode),
             selector=selector,
             prefill_s=prefill_s,
             sink=sink,
             deadline_s=deadline_s,
             placement=placement,
-            cache=_cache_id(cache),
-            table=_table(blocks),
-            cache_head=-1 if cache_head is None else cache_head,
+            cache=0 if cache is None else cache.id,
+            table=table_of(blocks),
+            cache_head=head_of(cache_head),
             mask=mask,
         )
-        connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
+        connection, part = self._open(message, layout.nbytes, cache)
         transfer = PrefillTransfer(connection, part, layout, lengths)
         transfer._place(cache, blocks, cache_head)
         return transfer
@@ -239,11 +239,11 @@ class Client:
         """
         from kvd_client.decode import DecodeTransfer
 
-        lengths = whole_numbers("lengths", lengths)
+        lengths, blocks = whole_numbers("lengths", lengths), checked_blocks(placement, cache, blocks)
         slots = landing_slots if landing_entries else 0
         placed = placement is not None or cache is not None
         layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed, mask)
-        ranges = _ranges(held)
+        ranges = ranges_of(held)
         message = OpenSink(
             request=request,
             spec=spec,
@@ -254,7 +254,7 @@ class Client:
             head_start=start,
             head_count=layout.kv_heads,
             metadata=layout.metadata,
-            mode=_mode(mode),
+            mode=checked_mode(mode),
             selector=selector,
             landing_entries=layout.landing_entries,
             landing_slots=layout.landing_slots,
@@ -263,14 +263,14 @@ class Client:
             held=ranges,
             deadline_s=deadline_s,
             placement=placement,
-            cache=_cache_id(cache),
-            table=_table(blocks),
-            cache_head=-1 if cache_head is None else cache_head,
+            cache=0 if cache is None else cache.id,
+            table=table_of(blocks),
+            cache_head=head_of(cache_head),
             unit=unit,
             pull=pull,
             mask=mask,
         )
-        connection, part = self._call(lambda connection: (connection, connection.open(message, layout.nbytes)))
+        connection, part = self._open(message, layout.nbytes, cache)
         transfer = DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
         transfer._place(cache, blocks, cache_head)
         return transfer
@@ -285,6 +285,9 @@ class Client:
         """
         from kvd_client.cache import Cache
 
+        if not isinstance(placement, Placement):
+            raise InvalidArgument(f"placement is a {type(placement).__name__}; it must be a Placement")
+        blocks, heads = whole("blocks", blocks), whole("heads", heads)
         message = OpenCache(spec=spec, placement=placement, blocks=blocks, head_count=heads)
         connection, opened = self._call(lambda connection: (connection, connection.open_cache(message)))
         tokens = blocks * placement.block_tokens
@@ -338,6 +341,14 @@ class Client:
         )
         return layout, start
 
+    def _open(self, message: OpenSource | OpenSink, nbytes: int, cache: Cache | None) -> tuple[Connection, Part]:
+        def do(connection: Connection) -> tuple[Connection, Part]:
+            if cache is not None:
+                cache.check_of(connection)
+            return connection, connection.open(message, nbytes)
+
+        return self._call(do)
+
     def _call(self, do: Callable[[Connection], T]) -> T:
         connection = self._connected()
         try:
@@ -361,9 +372,12 @@ class Client:
         with self._lock:
             if self._closed:
                 raise InvalidArgument("this client has been closed; make a new one")
-            if self._connection is None or self._connection.lost:
-                self._connection = Connection(self.socket_path, self.name, self._timeout_s)
-            return self._connection
+            connection = self._connection
+            if connection is None or connection.lost:
+                self._connection = connection = Connection(self.socket_path, self.name, self._timeout_s)
+                if self._closed:  # by a signal handler, meanwhile
+                    self.close()
+            return connection
 
     def close(self) -> None:
         """End the connection, and with it every transfer still open. Idempotent."""
@@ -380,44 +394,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _table(blocks: Sequence[Sequence[int]]) -> bytes:
-    """A block table as it crosses the API: int32, row after row."""
-    if not isinstance(blocks, Iterable):
-        raise InvalidArgument(f"blocks is {blocks!r}; it must have a list of block numbers for each row")
-    flat = [block for at, row in enumerate(blocks) for block in whole_numbers(f"blocks[{at}]", row)]
-    try:
-        return struct.pack(f"<{len(flat)}i", *flat)
-    except struct.error:
-        raise InvalidArgument(f"blocks names block {max(flat, key=abs)}; block numbers have 32 bits") from None
-
-
-def _ranges(held: Sequence[TokenRange | tuple[int, int, int]]) -> list[TokenRange]:
-    found = []
-    for at, one in enumerate(held):
-        numbers = one if isinstance(one, TokenRange) else whole_numbers(f"held[{at}]", one)
-        if isinstance(numbers, list):
-            if len(numbers) != 3:
-                raise InvalidArgument(f"held[{at}] is {one!r}; it must be (row, start, stop)")
-            numbers = TokenRange(*numbers)
-        found.append(numbers)
-    return found
-
-
-def _cache_id(cache: Cache | None) -> int:
-    if cache is None:
-        return 0
-    number = getattr(cache, "id", None)
-    if not isinstance(number, int):
-        raise InvalidArgument(f"cache is a {type(cache).__name__}; it must be what Client.open_cache returned")
-    return number
-
-
-def _mode(mode: str) -> str:
-    if mode and mode not in MODES:
-        raise InvalidArgument(f"there is no mode {mode!r}; give one of {', '.join(MODES)}", mode=mode)
-    return mode
 
 
 def default_socket() -> str:

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 
 from kvd_client.doorbell import Doorbell
-from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, KvdError, LeaseExpired, ProtocolError
+from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, LeaseExpired, ProtocolError
 from kvd_client.exchange import NOTICE_S, Exchange, close_fds, error_of
 from kvd_client.mapping import Mapping
 from kvd_client.parts import OpenedCache, Part, map_channels, raise_if_failed
@@ -82,19 +82,19 @@ class Connection(Exchange):
         try:
             if not isinstance(reply, Opened) or not fds:
                 raise ProtocolError(f"the daemon answered an open with {type(reply).__name__}, {len(fds)} descriptors")
-            try:
-                if reply.nbytes < nbytes or not 0 <= reply.slot < RING_SLOTS:
-                    raise ProtocolError(
-                        f"the daemon opened {reply.nbytes} bytes in slot {reply.slot} for a part of {nbytes} bytes",
-                        nbytes=reply.nbytes,
-                        need=nbytes,
-                    )
-                dropped = functools.partial(self._orphans.append, Release(transfer=reply.transfer))
-                channels = map_channels(reply.tensors, fds[1:])
-                part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped), channels)
-            except KvdError:
+            if reply.nbytes < nbytes or not 0 <= reply.slot < RING_SLOTS:
+                raise ProtocolError(
+                    f"the daemon opened {reply.nbytes} bytes in slot {reply.slot} for a part of {nbytes} bytes",
+                    nbytes=reply.nbytes,
+                    need=nbytes,
+                )
+            dropped = functools.partial(self._orphans.append, Release(transfer=reply.transfer))
+            channels = map_channels(reply.tensors, fds[1:])
+            part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped), channels)
+        except BaseException:
+            if isinstance(reply, Opened):
                 self._orphans.append(Release(transfer=reply.transfer))
-                raise
+            raise
         finally:
             close_fds(fds)
         with self._lock:
@@ -110,7 +110,7 @@ class Connection(Exchange):
                 raise ProtocolError(f"the daemon answered the opening of a cache with {type(reply).__name__}")
             try:
                 opened = OpenedCache(reply, map_channels(reply.tensors, fds))
-            except KvdError:
+            except BaseException:
                 self._orphans.append(CloseCache(cache=reply.cache))
                 raise
         finally:
@@ -132,16 +132,21 @@ class Connection(Exchange):
     def release(self, part: Part) -> None:
         """Zero the views of the part's memory, then give the memory back. Idempotent, also on a lost connection."""
         self.check()
-        with self._lock:
-            if part.released:
-                return
-            part.released = True
-            self._parts.pop(part.transfer, None)
-        # In this order: from the daemon's answer on, the memory may be somebody else's.
-        part.retire()
-        if self._lost is None:
-            with contextlib.suppress(DaemonLost):
+        try:
+            with self._lock:
+                if part.released:
+                    return
+                part.released = True
+                self._parts.pop(part.transfer, None)
+            # In this order: from the daemon's answer on, the memory may be somebody else's.
+            part.retire()
+            if self._lost is None:
                 self.request(Release(transfer=part.transfer))
+        except DaemonLost:
+            return
+        except BaseException:  # no answer in time, or a signal handler's: what is released twice is released once
+            self._orphans.append(Release(transfer=part.transfer))
+            raise
 
     def _ended(self, notice: Ended) -> None:
         part = self._parts.get(notice.transfer)

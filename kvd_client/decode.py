@@ -43,7 +43,7 @@ class DecodeTransfer(Transfer):
     ) -> None:
         super().__init__(connection, part, layout, lengths)
         self._held = tuple(held)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._puts = 0
         self._missing = dict.fromkeys(range(layout.layers))  # an ordered set of the layers not known to be complete
         self._lanes: Lanes | None = None
@@ -53,8 +53,7 @@ class DecodeTransfer(Transfer):
     def mask(self, layer: int) -> Mask:
         """The layer's mask: int8 (rows, capacity), 0 padding, 1 local, 2 remote; a view that changes as data comes. By
         head, where the transfer was opened so: (rows, heads, capacity)."""
-        self._check(layer)
-        mask = self._mask(layer)
+        mask = self._mask(self._check(layer))
         return mask.reshape(self.layout.sequences, -1, self.layout.capacity) if self.by_head else mask
 
     def _mask(self, layer: int) -> Mask:
@@ -74,7 +73,7 @@ class DecodeTransfer(Transfer):
         return self._half(layer, 1, dtype, as_torch)
 
     def _half(self, layer: int, which: int, dtype: Any, as_torch: bool) -> Any:
-        self._check(layer)
+        layer = self._check(layer)
         half, odd = divmod(self.layout.entry_bytes, 2)
         if odd:
             raise InvalidArgument(f"entries of {self.layout.entry_bytes} bytes have no K and V of equal size")
@@ -84,7 +83,7 @@ class DecodeTransfer(Transfer):
                 kind = np.dtype(dtype if dtype is not None else "None")
             except TypeError as error:
                 raise InvalidArgument(f"dtype is {dtype!r}; give NumPy's or its name ({error})") from None
-            if kind.hasobject:
+            if kind.hasobject or kind.subdtype is not None:
                 raise InvalidArgument(f"dtype is {dtype!r}, whose values are no bytes of a KV entry")
             check_fits(half, kind.itemsize, kind)
             return view.view(kind)
@@ -98,7 +97,7 @@ class DecodeTransfer(Transfer):
 
     def poll_ready(self, layer: int) -> bool:
         """Whether every token of the layer is in place; without a system call, and without waiting."""
-        self._check(layer)
+        layer = self._check(layer)
         ready = self._complete(layer)
         self._check(layer)  # a daemon that takes the memory away says so first: only now does the answer count
         return ready
@@ -109,6 +108,7 @@ class DecodeTransfer(Transfer):
         Raises the error with which the transfer failed, unless all of the layer is in place anyway;
         :class:`DeadlineExceeded` after ``timeout_s`` seconds, with the transfer going on.
         """
+        layer = None if layer is None else self._check_layer(layer)
         what = "the transfer" if layer is None else f"layer {layer}"
         self._wait_until(
             lambda: self._all_complete() if layer is None else self._complete(layer), layer, what, timeout_s
@@ -116,6 +116,7 @@ class DecodeTransfer(Transfer):
 
     def wait_metadata(self, layer: int | None = None, timeout_s: float | None = None) -> None:
         """Wait until the layer's metadata (default: every layer's) is in place; raises as :meth:`wait_ready`."""
+        layer = None if layer is None else self._check_layer(layer)
         p = self.layout
         start = p.metadata_mask_offset
         mask = self._memory[start : start + (p.layers if p.metadata else 0)]
@@ -129,8 +130,6 @@ class DecodeTransfer(Transfer):
 
     def _wait_until(self, complete: Callable[[], bool], layer: int | None, what: str, timeout_s: float | None) -> None:
         connection, part = self._connection, self._part
-        if layer is not None and not 0 <= whole("layer", layer) < self.layout.layers:
-            raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
         connection.check()
         seen = (-1, -1)
 
@@ -179,8 +178,7 @@ class DecodeTransfer(Transfer):
         ``entries``: (tokens, heads, entry_bytes) of bytes. Raises :class:`InvalidArgument` for tokens that were not
         announced, since the source may be sending them.
         """
-        self._check(layer)
-        self._check_row(row)
+        layer, row, start = self._check(layer), self._check_row(row), whole("start", start)
         items = items_of(entries, "entries", row, self.layout.entry_bytes)
         if items.shape != (1, items.shape[1], self.layout.kv_heads):
             raise InvalidArgument(
@@ -201,7 +199,7 @@ class DecodeTransfer(Transfer):
     def mark_held(self, row: int, start: int, stop: int) -> None:
         """Set the mask bytes of announced tokens in every layer; their bytes were written through :meth:`layer`."""
         self._check(0)
-        self._check_row(row)
+        row, start, stop = self._check_row(row), whole("start", start), whole("stop", stop)
         self._check_held(row, start, stop)
         self._mark(range(self.layout.layers), row, start, stop)
 
@@ -228,7 +226,7 @@ class DecodeTransfer(Transfer):
 
     def idle(self, layer: int) -> None:
         """Say that this layer's attention begins and leaves the network unused. Costs nothing if nothing is queued."""
-        self._check(layer)
+        layer = self._check(layer)
         if self._connection.doorbell.wants_idle:
             self._connection.ring(self._part, EVENT_IDLE, layer, ALL_ROWS, 0, 0)
 
@@ -255,8 +253,7 @@ class DecodeTransfer(Transfer):
         :class:`Busy` while an earlier fetch into the slot has not been answered. The handle's ``wait`` raises what
         the daemon answers.
         """
-        self._check(layer)
-        return self.lanes.begin_fetch(layer, slot, counts, index)
+        return self.lanes.begin_fetch(self._check(layer), slot, counts, index)
 
     def select(
         self,
@@ -284,6 +281,10 @@ class DecodeTransfer(Transfer):
         seconds, and what ended the transfer.
         """
         pending = self.prepare_select(layer, index, slot=slot, parallel=parallel)
+        if order is not None and not (
+            isinstance(order, np.ndarray) and order.shape == index.shape and order.flags.writeable
+        ):
+            raise InvalidArgument(f"order must be an int32 array of shape {index.shape}, to write into", layer=layer)
         pending.submit()
         entries = pending.wait(timeout_s)
         if order is not None:
@@ -292,8 +293,7 @@ class DecodeTransfer(Transfer):
 
     def prepare_select(self, layer: int, index: Index, *, slot: int = 0, parallel: bool = True) -> PendingSelection:
         """The first part of :meth:`select`: check and split the index; :mod:`kvd_client.lanes` has the rest."""
-        self._check(layer)
-        return self.lanes.split(layer, index, slot, parallel)
+        return self.lanes.split(self._check(layer), index, slot, parallel)
 
     def selection_counters(self) -> SelectionCounters:
         """What selections have cost so far, by layer."""

@@ -94,9 +94,11 @@ class Doorbell:
     def _fence(self) -> None:
         # Releasing and then acquiring a lock are two atomic operations that no load or store crosses both of: a full
         # barrier on x86-64 (locked instructions) and on Armv8 (a store-release is ordered before a load-acquire).
-        # Nobody else touches this lock, so it never waits.
-        self._barrier.release()
-        self._barrier.acquire()
+        # Nobody else touches this lock, so it never waits; and a signal handler that raises can't leave it open.
+        try:
+            self._barrier.release()
+        finally:
+            self._barrier.acquire()
 
     def wake(self) -> None:
         """Wake the daemon, whatever it asked for."""

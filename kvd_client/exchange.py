@@ -2,6 +2,12 @@
 
 There is no thread behind it. Whichever caller waits, for a reply or for masks to change, pumps the socket and the
 wake-up eventfd for everybody, and hands the pump on when it has what it came for.
+
+Signal handlers run in the middle of all that, and may raise, or call in here themselves. Locks are therefore taken by
+``with``, and given up inside the ``try`` that takes them back: CPython looks for signals behind a call, never between
+these. A handler that raises while one waits costs nothing; in the few instructions that hand out what has arrived it
+ends the connection, as nobody could say what was lost. A handler that calls while its own thread waits pumps in its
+place.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from typing import TypeVar
 
 from kvd_client import forks
 from kvd_client.arguments import seconds
-from kvd_client.errors import DaemonLost, DaemonUnreachable, InvalidArgument, KvdError, error_from_code
+from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, InvalidArgument, KvdError, error_from_code
 from kvd_client.framing import encode, encode_request
 from kvd_client.protocol import CacheOpened, CloseCache, Ended, Failure, Opened, Release, Reply, Request
 from kvd_client.stream import Stream, StreamEnded
@@ -48,10 +54,14 @@ class Exchange:
         self._timeout_s = timeout_s = min(seconds("timeout_s", timeout_s), _MAX_WAIT_S)
         self._timeout_ms = int(timeout_s * 1000) + 1
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._cond = threading.Condition(self._lock)
         self._waiters = 0
         self._pumping = threading.Lock()
+        """Taken under the lock alone, and only where it is free."""
+        self._pumper = 0
+        """The thread that pumps, while one does."""
+        self._handing_out = False
         self._lost: str | None = None
         self._refusal: Failure | None = None
         self._replies: dict[int, tuple[Reply, list[int]] | None] = {}
@@ -93,9 +103,11 @@ class Exchange:
             self._send(frame, deadline)
             # Nearly always nobody else pumps, and what arrives next is the reply. Going straight for it saves a
             # quarter of a round trip, which is mostly made of instructions that are in no cache.
-            if self._pumping.acquire(False):
-                self._pump(self._timeout_ms)
-                got = self._replies[number]
+            with self._lock:
+                got = self._replies[number]  # another thread's pump may have brought it already
+                if got is None and not self._pumping.locked():
+                    self._pump(self._timeout_ms)
+                    got = self._replies[number]
             if got is None:
                 got = self.wait(functools.partial(self._replies.get, number), deadline)
         finally:
@@ -175,7 +187,6 @@ class Exchange:
                     return result
                 if self._lost is not None:
                     raise self._lost_error(sent=True)
-                # All that can fail comes before the pump is taken: nobody would give it back.
                 left = left_ms = None
                 if deadline is not None:
                     left = min(deadline - time.monotonic(), _MAX_WAIT_S)
@@ -183,18 +194,16 @@ class Exchange:
                         return None
                     # Rounded up, so that the deadline has come when the poll returns without anything.
                     left_ms = int(left * 1000) + 1
-                if not self._pumping.acquire(False):
+                if not self._pumping.locked():
+                    self._pump(left_ms)
+                elif self._pumper == threading.get_ident():
+                    self._pump_in_handler(left_ms)
+                else:
                     self._waiters += 1
                     try:
                         self._cond.wait(left)
                     finally:
                         self._waiters -= 1
-                    continue
-                self._lock.release()
-                try:
-                    self._pump(left_ms)
-                finally:
-                    self._lock.acquire()
 
     def look(self) -> None:
         """Hand out what has arrived, without waiting for more."""
@@ -207,28 +216,65 @@ class Exchange:
             os.eventfd_write(self._wake_fd, 1)
 
     def _pump(self, timeout_ms: int | None) -> None:
-        """Wait for the socket or the eventfd once and hand out what arrived. The caller has acquired ``_pumping``
-        and does not hold the lock; both have been given up on return."""
-        arrived: list[tuple[Reply, list[int]]] = []
-        try:
-            for fd, _ in self._poll.poll(timeout_ms):
-                if fd == self._wake_fd:
-                    os.eventfd_read(fd)  # the pump is its only reader, so it is readable still
-                else:
-                    self._stream.receive(arrived)
-        except StreamEnded as end:
-            self._lose(str(end))
-        finally:
-            with self._lock:
-                for item in arrived:
-                    number = item[0].id
-                    if number in self._replies:
-                        self._replies[number] = item
-                    else:
-                        self._unasked(*item)
-                self._pumping.release()
+        """Wait for the socket or the eventfd once and hand out what arrived. The caller holds the lock, which is given
+        up while this waits, and has found the pump free."""
+        self._pumper = threading.get_ident()
+        with self._pumping:
+            try:
+                self._take_in(self._poll, timeout_ms)
+            finally:
                 if self._waiters:
                     self._cond.notify_all()
+
+    def _pump_in_handler(self, timeout_ms: int | None) -> None:
+        """The same from a signal handler that has interrupted this very thread's pump."""
+        if self._handing_out:
+            raise Busy(
+                "this signal handler has interrupted its own thread while that read a reply; set a flag in the "
+                "handler, and make the call where that is looked at",
+                socket=self.path,
+                retry_after_s=0.001,
+            )
+        poll = select.poll()  # the thread's own is in use
+        for fd in (self._stream.fileno(), self._wake_fd):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        self._take_in(poll, timeout_ms)
+        self.nudge()  # what the thread waits for may have come here
+
+    def _take_in(self, poll: select.poll, timeout_ms: int | None) -> None:
+        try:
+            self._lock.release()
+            found = poll.poll(timeout_ms)
+        finally:
+            self._lock.acquire()
+        arrived: list[tuple[Reply, list[int]]] = []
+        cause: str | None = "a signal handler raised an exception while a reply was read"
+        self._handing_out = True
+        try:
+            for fd, _ in found:
+                if fd == self._wake_fd:
+                    with contextlib.suppress(BlockingIOError):  # a signal handler has read it
+                        os.eventfd_read(fd)
+                else:
+                    self._stream.receive(arrived)
+            self._hand_out(arrived)
+            cause = None
+        except StreamEnded as end:
+            self._hand_out(arrived)
+            cause = str(end)
+        finally:
+            self._handing_out = False
+            if cause is not None:
+                self._lose(cause)
+
+    def _hand_out(self, arrived: list[tuple[Reply, list[int]]]) -> None:
+        for item in arrived:
+            number = item[0].id
+            if number in self._replies:
+                self._replies[number] = item
+            else:
+                self._unasked(*item)
 
     def _unasked(self, reply: Reply, fds: list[int]) -> None:
         if isinstance(reply, Ended):

@@ -37,19 +37,19 @@ def encode_request(message: Request) -> bytes:
     """A process's request as one frame. Numbers of NumPy's or a tensor's become plain ones.
 
     Raises :class:`InvalidArgument` naming the field that the daemon would refuse: it refuses by ending the connection,
-    and with it transfers that have nothing to do with the mistake; :class:`ProtocolError` as :func:`encode` does.
+    and with it transfers that have nothing to do with the mistake; and for a request of more than :data:`MAX_FRAME`.
     """
     try:
         body = _encode_numbers(message)
-        if len(body) <= MAX_FRAME:
-            decode_request(body)
+        frame = _framed(message, body)
+        decode_request(body)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise InvalidArgument(f"{type(message).__name__} can't be sent: {error}") from None
     except ProtocolError as error:
         what = str(error.message).removeprefix(_WRONG).replace("`", "")
         what, _, field = what.partition(" - at $.")
         raise InvalidArgument(f"{field or type(message).__name__} can't be sent: {what}", field=field) from None
-    return _framed(message, body)
+    return frame
 
 
 def _plain_number(value: Any) -> int | float:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from kvd_kernels import accumulate_blocks, gather, partition
 
+from kvd_client.arguments import whole
 from kvd_client.arrays import Bytes
 from kvd_client.counters import SelectionCounters, no_selections
 from kvd_client.decode import DecodeTransfer
@@ -44,7 +45,7 @@ class Lanes:
     def __init__(self, transfer: DecodeTransfer, count_blocks: int = 0) -> None:
         self.layout, self.lengths = transfer.layout, transfer.row_lengths
         self._transfer = transfer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may release
         self._known: dict[int, npt.NDArray[np.int8]] = {}
         """Per layer int8 (rows * heads, capacity), as a mask, of what is local for each head; once one was fetched."""
         self._fetches: dict[int, FetchHandle] = {}
@@ -96,7 +97,7 @@ class Lanes:
     def split(self, layer: int, index: Index, slot: int, parallel: bool) -> PendingSelection:
         """Check an index and put its remote entries first; see :meth:`DecodeTransfer.select`."""
         p = self.layout
-        self._check_slot(slot)
+        slot = self._check_slot(slot)
         rows = p.rows * p.heads
         if not isinstance(index, np.ndarray) or index.dtype != np.int32 or index.ndim != 2 or len(index) != rows:
             raise InvalidArgument(
@@ -198,13 +199,13 @@ class Lanes:
 
     def begin_fetch(self, layer: int, slot: int, counts: Index, index: Index) -> FetchHandle:
         """See :meth:`DecodeTransfer.begin_fetch`."""
+        slot = self._check_slot(slot)
         handle = self.fetch(layer, slot, counts, index)
         self._owners[slot] = None
         return handle
 
     def fetch(self, layer: int, slot: int, counts: Index, index: Index) -> FetchHandle:
         """Check and send a fetch."""
-        self._check_slot(slot)
         self._check_fetch(layer, counts, index)
         self._check_free(slot)
         transfer = self._transfer
@@ -226,8 +227,9 @@ class Lanes:
                 slot=slot,
             )
 
-    def _check_slot(self, slot: int) -> None:
+    def _check_slot(self, slot: int) -> int:
         slots = self.layout.landing_slots
+        slot = whole("slot", slot)
         if not 0 <= slot < slots:
             raise InvalidArgument(
                 f"landing slot {slot} does not exist; the transfer was opened with "
@@ -235,6 +237,7 @@ class Lanes:
                 slot=slot,
                 slots=slots,
             )
+        return slot
 
     def _check_free(self, slot: int) -> None:
         fetch = self._fetches.get(slot)
@@ -326,7 +329,7 @@ class Lanes:
             target += counts.reshape(len(waiting), rows, -1).sum(axis=1)
 
     def count_blocks(self, blocks: int) -> None:
-        layers = self.layout.layers
+        layers, blocks = self.layout.layers, whole("blocks", blocks)
         if not 1 <= blocks <= _FRAME_ROOM // (4 * layers):
             raise InvalidArgument(
                 f"selections can't be counted in {blocks} blocks; give 1 to {_FRAME_ROOM // (4 * layers)} for "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd_client.arguments import whole
 from kvd_client.errors import InvalidArgument
 
 UNITS = ("chunk", "layer", "whole")
@@ -43,9 +44,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def check(self) -> Placement:
         """Return ``self``, or raise :class:`InvalidArgument` naming the first field that makes no sense."""
-        if not 1 <= len(self.layout) <= MAX_LAYOUT:
+        if not isinstance(self.layout, str) or not 1 <= len(self.layout) <= MAX_LAYOUT:
             raise InvalidArgument(f"a layout is a name or a descriptor of 1 to {MAX_LAYOUT} characters")
-        if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
+        if not 1 <= whole("block_tokens", self.block_tokens) <= MAX_BLOCK_TOKENS:
             raise InvalidArgument(
                 f"block_tokens is {self.block_tokens}; it must be between 1 and {MAX_BLOCK_TOKENS}",
                 block_tokens=self.block_tokens,

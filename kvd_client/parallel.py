@@ -23,15 +23,16 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from kvd_client.arguments import deadline_of
+from kvd_client.arguments import deadline_of, whole, whole_numbers
 from kvd_client.arrays import Bytes
 from kvd_client.cache import Cache
 from kvd_client.client import Client
 from kvd_client.decode import DecodeTransfer
 from kvd_client.errors import Busy, DeadlineExceeded, InvalidArgument, KvdError, UnsupportedLayout
 from kvd_client.layouts import Placement
+from kvd_client.opening import checked_blocks, ranges_of
 from kvd_client.prefill import PrefillTransfer
-from kvd_client.spec import KVSpec, PartLayout, TokenRange, part_layout
+from kvd_client.spec import MAX_HEADS, KVSpec, PartLayout, TokenRange, part_layout
 from kvd_client.tensors import DeviceTensors
 from kvd_client.transfer import Mask
 
@@ -60,6 +61,9 @@ def heads_of(kv_heads: int, rank: int, ranks: int) -> tuple[int, int]:
     Raises :class:`UnsupportedLayout` where neither number divides the other, :class:`InvalidArgument` for a rank that
     does not exist.
     """
+    kv_heads, rank, ranks = whole("kv_heads", kv_heads), whole("rank", rank), whole("ranks", ranks)
+    if ranks > MAX_HEADS:
+        raise InvalidArgument(f"{ranks} ranks; there are at most {MAX_HEADS}", ranks=ranks)
     if kv_heads < 1 or not 0 <= rank < ranks:
         raise InvalidArgument(f"rank {rank} of {ranks} does not exist for {kv_heads} heads", rank=rank, ranks=ranks)
     if kv_heads % ranks and ranks % kv_heads:
@@ -82,6 +86,7 @@ def divide(kv_heads: int, source_ranks: int, sink_ranks: int) -> tuple[Piece, ..
     turns with them, and some may have nothing to send. Raises as :func:`heads_of`.
     """
     heads_of(kv_heads, 0, source_ranks)
+    heads_of(kv_heads, 0, sink_ranks)
     each, copies = max(1, kv_heads // source_ranks), max(1, source_ranks // kv_heads)
     found = []
     for sink in range(sink_ranks):
@@ -190,9 +195,10 @@ class ParallelPrefill(Parallel[PrefillTransfer]):
     ) -> None:
         """:meth:`PrefillTransfer.put_layer` with all heads of the rank."""
         for name, value, axis in (("entries", entries, -2), ("k", k, -3), ("v", v, -3)):
-            if value is not None and (len(value.shape) < -axis or value.shape[axis] != self.layout.heads):
+            shape = () if value is None else getattr(value, "shape", ())
+            if value is not None and (len(shape) < -axis or shape[axis] != self.layout.heads):
                 raise InvalidArgument(
-                    f"{name} has shape {tuple(value.shape)}; this rank has {self.layout.heads} heads", name=name
+                    f"{name} has shape {tuple(shape)}; this rank has {self.layout.heads} heads", name=name
                 )
         for part, heads in zip(self.parts, self._heads, strict=True):
             part.put_layer(
@@ -280,7 +286,8 @@ def prefill(
     :meth:`kvd_client.Client.prefill`; a ``placement``'s or ``cache``'s heads are the rank's. Raises what that does, and
     :class:`UnsupportedLayout` where the heads can't be divided so.
     """
-    all_pieces = divide(spec.check().kv_heads, ranks, peer_ranks)
+    lengths, blocks = _checked(spec, lengths, placement, cache, blocks)
+    all_pieces = divide(spec.kv_heads, ranks, peer_ranks)
     mine = [(number, piece) for number, piece in enumerate(all_pieces) if piece.source == rank]
     nodes = _nodes("sink", sink, peer_ranks)
 
@@ -318,7 +325,9 @@ def decode(
     ``source``: the node to ask, or one for each rank of the source. Other arguments as in
     :meth:`kvd_client.Client.decode`; errors as in :func:`prefill`.
     """
-    all_pieces = divide(spec.check().kv_heads, peer_ranks, ranks)
+    lengths, blocks = _checked(spec, lengths, placement, cache, blocks)
+    held = ranges_of(held)
+    all_pieces = divide(spec.kv_heads, peer_ranks, ranks)
     mine = [(number, piece) for number, piece in enumerate(all_pieces) if piece.sink == rank]
     nodes = _nodes("source", source, peer_ranks)
 
@@ -347,11 +356,9 @@ def _open(
 ) -> tuple[PartLayout, int, list[tuple[Piece, T]], Cache | None, Sequence[Sequence[int]], bool]:
     """A transfer for each piece, all of them or none, and the memory that they share."""
     start, count = heads
-    room = max(lengths, default=0) if capacity is None else capacity
+    room = max(lengths, default=0) if capacity is None else whole("capacity", capacity)
     placed = placement is not None or cache is not None
     layout = part_layout(spec, heads=count, rows=len(lengths), capacity=room, placed=placed)
-    if placement is not None and cache is not None:
-        raise InvalidArgument("a transfer into a cache has the cache's placement; leave its own out")
     owned = placement is not None and len(pieces) > 1
     if owned:
         assert placement is not None
@@ -375,6 +382,25 @@ def _open(
     return layout, start, parts, cache, blocks, owned
 
 
+def _checked(
+    spec: KVSpec,
+    lengths: Sequence[int],
+    placement: Placement | None,
+    cache: Cache | None,
+    blocks: Sequence[Sequence[int]],
+) -> tuple[list[int], list[list[int]]]:
+    """Lengths and block table as lists: each piece goes through them."""
+    if not isinstance(spec, KVSpec):
+        raise InvalidArgument(f"spec is a {type(spec).__name__}; it must be a KVSpec")
+    spec.check()
+    found = whole_numbers("lengths", lengths), checked_blocks(placement, cache, blocks)
+    if found[1] and cache is None:
+        raise InvalidArgument("blocks need a cache to point into; open one, or leave them out")
+    if placement is not None:
+        placement.check()
+    return found
+
+
 def _close(cache: Cache) -> None:
     """Close a cache whose transfers have been released; what was on its way into it may take another moment."""
     until = time.monotonic() + CLOSE_S
@@ -392,6 +418,8 @@ def _close(cache: Cache) -> None:
 def _nodes(name: str, given: str | Sequence[str], ranks: int) -> Sequence[str]:
     if isinstance(given, str):
         return [given] * ranks
+    if not isinstance(given, Sequence):
+        raise InvalidArgument(f"{name} is {given!r}; it must be a node's name, or a list of them")
     if len(given) != ranks:
         raise InvalidArgument(f"{name} names {len(given)} nodes for {ranks} ranks; give one a rank, or one for all")
     return given

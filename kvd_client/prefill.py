@@ -52,12 +52,12 @@ class PrefillTransfer(Transfer):
 
         Raises :class:`InvalidArgument` for a shape that does not fit, before anything is copied.
         """
-        self._check(layer)
+        layer, start = self._check(layer), whole("start", start)
         p = self.layout
         if row is not None:
-            self._check_row(row)
+            row = self._check_row(row)
         rows, heads = p.sequences if row is None else 1, p.kv_heads
-        if whole("start", start) < 0:
+        if start < 0:
             raise InvalidArgument(f"start is {start}; it must not be negative", start=start)
         # Opaque items of half an entry, or a whole one, copy faster than bytes do, and need no common dtype.
         if entries is not None and k is None and v is None:
@@ -112,11 +112,12 @@ class PrefillTransfer(Transfer):
         ``stop`` defaults to the end; ranges are clipped to each row's length. Only needed where the bytes were
         written through :meth:`layer`. Raises :class:`Busy` if the daemon takes no events for the client's timeout.
         """
-        self._check(layer)
+        layer, start = self._check(layer), whole("start", start)
         if row is not None:
-            self._check_row(row)
-        last = self._longest if stop is None else min(whole("stop", stop), self._longest)
-        if whole("start", start) < 0 or (stop is not None and stop < start):
+            row = self._check_row(row)
+        stop = None if stop is None else whole("stop", stop)
+        last = self._longest if stop is None else min(stop, self._longest)
+        if start < 0 or (stop is not None and stop < start):
             raise InvalidArgument(f"tokens [{start}, {stop}) are no range", start=start, stop=stop)
         self._ring(layer, start, last, row)
 
@@ -128,7 +129,7 @@ class PrefillTransfer(Transfer):
 
     def metadata_ready(self, layer: int) -> None:
         """Tell the daemon that the metadata arrays of a layer are complete; they travel ahead of its entries."""
-        self._check(layer)
+        layer = self._check(layer)
         if not self.layout.metadata:
             raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
         self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
@@ -143,10 +144,10 @@ class PrefillTransfer(Transfer):
 
         Raises :class:`InvalidArgument` for a layer or numbers that make no sense.
         """
-        self._check(layer)
+        layer = self._check(layer)
         try:
             array = np.ascontiguousarray(shares, np.float32)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor that has no array
             raise InvalidArgument(f"a ranking has numbers of shape (rows, blocks): {error}", layer=layer) from None
         if array.ndim != 2 or len(array) != self.layout.rows:
             raise InvalidArgument(

@@ -62,6 +62,8 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _in_range("spec.layers", self.layers, 1, MAX_LAYERS)
         _in_range("spec.kv_heads", self.kv_heads, 1, MAX_HEADS)
         _in_range("spec.entry_bytes", self.entry_bytes, 1, MAX_ENTRY_BYTES)
+        if not isinstance(self.windows, tuple | list):
+            raise InvalidArgument(f"spec.windows is {self.windows!r}; it must be a tuple of numbers, empty for none")
         if self.windows and len(self.windows) != self.layers:
             raise InvalidArgument(
                 f"spec.windows has {len(self.windows)} numbers for {self.layers} layers; give one a layer, or none",
@@ -258,8 +260,10 @@ def part_layout(
     """The layout of a part of ``spec`` that has ``heads`` KV heads of ``rows`` sequences; raises
     :class:`InvalidArgument`."""
     if mask not in MASKS:
-        raise InvalidArgument(f"there is no mask by {mask!r}; choose one of {', '.join(MASKS)}", mask=mask[:100])
+        raise InvalidArgument(f"there is no mask by {mask!r}; choose one of {', '.join(MASKS)}", mask=str(mask)[:100])
     by_head = mask == "head"
+    # Plain numbers: products of NumPy's small ones overflow.
+    heads, landing_entries = whole("heads", heads), whole("landing_entries", landing_entries)
     if by_head and placed:
         raise InvalidArgument("tensors in a device's layout have a mask by token; leave mask or the placement out")
     if by_head and not 1 <= rows * heads <= MAX_ROWS:
@@ -271,14 +275,14 @@ def part_layout(
             limit=MAX_ROWS,
         )
     return PartLayout(
-        layers=spec.layers,
+        layers=whole("spec.layers", spec.layers),
         heads=1 if by_head else heads,
-        entry_bytes=spec.entry_bytes,
+        entry_bytes=whole("spec.entry_bytes", spec.entry_bytes),
         rows=rows * heads if by_head else rows,
         capacity=capacity,
-        metadata=metadata,
+        metadata=tuple(MetadataSpec(name=a.name, layer_bytes=whole(a.name, a.layer_bytes)) for a in metadata),
         landing_entries=landing_entries,
-        landing_slots=landing_slots,
+        landing_slots=whole("landing_slots", landing_slots),
         placed=placed,
         sequence_rows=heads if by_head else 1,
     ).check()

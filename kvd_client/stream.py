@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket
+import stat
 import struct
 import threading
 import time
 from collections import deque
 
-from kvd_client.errors import DaemonUnreachable, ProtocolError
+from kvd_client.errors import Busy, DaemonUnreachable, ProtocolError
 from kvd_client.framing import decode_reply
 from kvd_client.protocol import LENGTH, MAX_FRAME, CacheOpened, Opened, Reply, Welcome
 
@@ -23,6 +25,8 @@ _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _length = LENGTH.unpack_from
+_AT_ONCE = 4096
+"""Bytes that a Unix socket takes in whole or not at all."""
 _WITH_DESCRIPTORS = (Opened, CacheOpened, Welcome)
 
 
@@ -39,7 +43,8 @@ class Stream:
     def __init__(self, path: str, timeout_s: float) -> None:
         self.path = path
         self._sock = _dial(path, timeout_s)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._sending = False
         self._partial = bytearray()
         self._descriptors: deque[int] = deque()
 
@@ -48,30 +53,40 @@ class Stream:
 
     def send(self, frame: bytes, deadline: float) -> None:
         """Send a frame, waiting for room. Raises :class:`DaemonUnreachable` at the ``deadline`` if nothing of it was
-        taken, and :class:`StreamEnded` on a broken stream, which a frame sent by half is, too."""
+        taken, :class:`Busy` in a signal handler that has interrupted its thread's own sending, and
+        :class:`StreamEnded` on a broken stream, which a frame sent by half is, too."""
         with self._lock:
+            if self._sending:
+                raise Busy(
+                    "this signal handler has interrupted its own thread while that sent a request; set a flag in the "
+                    "handler, and make the call where that is looked at",
+                    socket=self.path,
+                    retry_after_s=0.001,
+                )
+            self._sending = True
+            at = 0
             try:
-                at = self._sock.send(frame, _SEND_FLAGS)
-                if at == len(frame):
-                    return  # nearly always
-            except BlockingIOError:
-                at = 0
-            except OSError as error:
-                raise StreamEnded(error.strerror or str(error)) from None
-            while at < len(frame):
-                try:
-                    at += self._sock.send(frame[at:], _SEND_FLAGS)
-                except BlockingIOError:
-                    if self._wait_sendable(deadline):
-                        continue
-                    if at:
-                        self.shutdown()
-                        raise StreamEnded("a request could not be sent in whole before its timeout") from None
-                    raise DaemonUnreachable(
-                        f"the daemon at {self.path} accepts no request; see its log", socket=self.path
-                    ) from None
-                except OSError as error:
-                    raise StreamEnded(error.strerror or str(error)) from None
+                while at < len(frame):
+                    try:
+                        at += self._sock.send(frame[at:] if at else frame, _SEND_FLAGS)
+                    except BlockingIOError:
+                        if self._wait_sendable(deadline):
+                            continue
+                        if at:
+                            raise StreamEnded("a request could not be sent in whole before its timeout") from None
+                        raise DaemonUnreachable(
+                            f"the daemon at {self.path} accepts no request; see its log", socket=self.path
+                        ) from None
+                    except OSError as error:
+                        raise StreamEnded(error.strerror or str(error)) from None
+            except DaemonUnreachable:
+                raise
+            except BaseException:  # a signal handler's, too, and then nobody knows how much of a large frame has left
+                if at or len(frame) > _AT_ONCE:
+                    self.shutdown()
+                raise
+            finally:
+                self._sending = False
 
     def _wait_sendable(self, deadline: float) -> bool:
         poll = select.poll()
@@ -153,16 +168,26 @@ def _dial(path: str, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # A blocking connect waits while the listener's queue is full or its daemon restarts (socket activation).
-        seconds = int(timeout_s)
-        sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
-        )
-        sock.connect(path)
+        deadline, connected = time.monotonic() + timeout_s, False
+        while not connected:
+            microseconds = max(1, int((deadline - time.monotonic()) * 1e6))  # none at all would be for ever
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(microseconds, 10**6)))
+            sock.connect(path)
+            try:
+                sock.getpeername()
+                connected = True
+            except OSError as error:  # a signal has ended the wait, which Python takes for a connection
+                if error.errno != errno.ENOTCONN:
+                    raise
         sock.setblocking(False)
     except OSError as error:
         sock.close()
         if isinstance(error, PermissionError):
             hint = "this user may not use it; add it to the group of the socket"
+        elif isinstance(error, BlockingIOError):
+            hint = "something listens there and accepts nobody; see the daemon's log"
+        elif os.path.exists(path) and not stat.S_ISSOCK(os.stat(path).st_mode):
+            hint = "that is no socket; set KVD_SOCKET to the daemon's"
         else:
             hint = "start the daemon with `kvd serve` or `systemctl start kvd`, or set KVD_SOCKET to its socket"
         raise DaemonUnreachable(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvd_client.arguments import whole
 from kvd_client.arrays import Bytes
 from kvd_client.errors import InvalidArgument, UnsupportedLayout
 from kvd_client.layouts import TensorMap
@@ -46,6 +47,10 @@ class DeviceTensors:
 
     def index(self, layer: int, kv: int = 0) -> int:
         """The number of a layer's K (0) or V (1) tensor among all."""
+        tensors = self.map.axes["kv"]
+        layer, kv = self._check_layer(layer), whole("kv", kv)
+        if not 0 <= kv < tensors:
+            raise InvalidArgument(f"tensor {kv} of a layer does not exist; it has {tensors}", kv=kv)
         number, _, _ = self._sums(l=np.array(layer), kv=np.array(kv))
         return int(number)
 
@@ -56,6 +61,9 @@ class DeviceTensors:
     def share(self, layer: int, kv: int, channel: int) -> Bytes:
         """A tensor's bytes in a channel, as the device sees them: a view."""
         self._check_mapped()
+        channel = whole("channel", channel)
+        if not 0 <= channel < self.channels:
+            raise InvalidArgument(f"channel {channel} of {self.channels} does not exist", channel=channel)
         start = int(self._bases[self.index(layer, kv)])
         return self.buffers[channel][start : start + self.map.tensor_stride]
 
@@ -79,7 +87,10 @@ class DeviceTensors:
     def scatter(self, layer: int, entries: Indices, values: Bytes) -> None:
         """Put entries in their places; ``values`` as :meth:`gather` returns them. Nothing else changes."""
         channel, offset, unit = self._units(layer, entries)
-        given = np.ascontiguousarray(values, np.uint8).reshape(channel.size, unit)
+        given = np.ascontiguousarray(values, np.uint8)
+        if given.size != channel.size * unit:
+            raise InvalidArgument(f"{given.size} bytes for {len(entries)} entries of {self.layout.entry_bytes} bytes")
+        given = given.reshape(channel.size, unit)
         for c in range(len(self.buffers)):
             here = np.flatnonzero(channel == c)
             if here.size:
@@ -94,9 +105,21 @@ class DeviceTensors:
                 f"{int(self._bases[0]) + self.map.address:#x} for the first tensor"
             )
 
+    def _check_layer(self, layer: int) -> int:
+        layer = whole("layer", layer)
+        if not 0 <= layer < self.layout.layers:
+            raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
+        return layer
+
     def _units(self, layer: int, entries: Indices) -> tuple[Indices, Indices, int]:
         """Channel and byte offset of each contiguous piece of entries, in their order, and the pieces' size."""
         self._check_mapped()
+        count = self.layout.rows * self.layout.capacity * self.layout.heads
+        entries = np.asarray(entries)
+        if entries.dtype.kind not in "iu" and entries.size:
+            raise InvalidArgument(f"entries are whole numbers in an array, not {entries.dtype}")
+        if entries.size and not 0 <= int(entries.min()) <= int(entries.max()) < count:
+            raise InvalidArgument(f"entries {entries.min()} to {entries.max()} where there are 0 to {count - 1}")
         item = self.map.item_bytes
         if not item:
             raise UnsupportedLayout(
@@ -105,8 +128,7 @@ class DeviceTensors:
                 codec=self.map.codec,
             )
         p, axes = self.layout, self.map.axes
-        if not 0 <= layer < p.layers:
-            raise InvalidArgument(f"layer {layer} of {p.layers} does not exist", layer=layer)
+        layer = self._check_layer(layer)
         tokens, head = np.divmod(np.asarray(entries, np.int64), p.heads)
         row, token = np.divmod(tokens, p.capacity)
         kv, d = np.arange(axes["kv"]), np.arange(axes["d"])

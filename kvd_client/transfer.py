@@ -90,8 +90,7 @@ class Transfer:
         """Layer ``layer`` of the lease: uint8 (rows, capacity, heads, entry_bytes), writable, not a copy. Of tensors on
         a device it is a copy, in the same form. With a mask by head the memory is (rows, heads, capacity, entry_bytes),
         and this a transposed view of it."""
-        self._check(layer)
-        return self._layer(layer)
+        return self._layer(self._check(layer))
 
     def _layer(self, layer: int) -> Bytes:
         p = self.layout
@@ -105,8 +104,7 @@ class Transfer:
 
     def metadata(self, layer: int, name: str) -> Bytes:
         """A metadata array of a layer: uint8 (bytes of the layer,), writable, not a copy."""
-        self._check(layer)
-        start, nbytes = self.layout.metadata_array(layer, name)
+        start, nbytes = self.layout.metadata_array(self._check(layer), name)
         return self._memory[start : start + nbytes]
 
     def abort(self, reason: str = "") -> None:
@@ -114,7 +112,7 @@ class Transfer:
         if self._part.released:
             return
         self._told = True
-        reason = reason[:_MAX_REASON].encode("utf-8", "backslashreplace").decode()
+        reason = str(reason)[:_MAX_REASON].encode("utf-8", "backslashreplace").decode()
         with contextlib.suppress(DaemonLost, NotFound):
             self._connection.request(Abort(transfer=self._part.transfer, reason=reason))
 
@@ -143,22 +141,32 @@ class Transfer:
                 self.release()
             return
         # The exception on its way says more than whatever goes wrong here.
-        with contextlib.suppress(KvdError):
-            self.abort(f"{type(error).__name__}: {error}"[:200])
-        with contextlib.suppress(KvdError):
-            self.release()
+        try:
+            with contextlib.suppress(KvdError):
+                self.abort(f"{type(error).__name__}: {error}"[:200])
+        finally:
+            with contextlib.suppress(KvdError):
+                self.release()
 
     def _leave(self) -> None:
         """What a with-block does at its end before it releases."""
 
-    def _check(self, layer: int) -> None:
+    def _check(self, layer: int) -> int:
+        """The layer as a plain number: products of NumPy's small ones would overflow."""
         self._connection.check_part(self._part)
-        if not 0 <= whole("layer", layer) < self.layout.layers:
-            raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
+        return self._check_layer(layer)
 
-    def _check_row(self, row: int) -> None:
-        if not 0 <= whole("row", row) < self.layout.sequences:
+    def _check_layer(self, layer: int) -> int:
+        layer = whole("layer", layer)
+        if not 0 <= layer < self.layout.layers:
+            raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
+        return layer
+
+    def _check_row(self, row: int) -> int:
+        row = whole("row", row)
+        if not 0 <= row < self.layout.sequences:
             raise InvalidArgument(f"row {row} of {self.layout.sequences} does not exist", row=row)
+        return row
 
 
 def released_error(part: Part) -> LeaseExpired:

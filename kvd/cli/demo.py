@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvd.cli.output import check_output
 from kvd.errors import InvalidArgument
 from kvd.units import Rate, parse_rate
 
@@ -224,8 +225,7 @@ def demo(
         _check_layout(layout)
     _check_packages((*_PACKAGES, *(() if model else _CONVERSION), *(("matplotlib",) if plot else ())))
 
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise InvalidArgument(f"{plot.absolute().parent} is no folder; make it first", file=str(plot))
+    check_output(plot)
 
     from kvd.demo.display import display
     from kvd.demo.stage import Interrupted

@@ -84,7 +84,7 @@ def status(
     as_json: AsJson = False,
     watch: Annotated[
         float | None,
-        typer.Option("--watch", metavar="SECONDS", min=0.1, help="Show it again and again, so often."),
+        typer.Option("--watch", metavar="SECONDS", min=0.1, max=86400, help="Show it again and again, so often."),
     ] = None,
 ) -> None:
     """Show what the daemon does. Exit code: 0 ok, 1 degraded, 2 usage, 3 unreachable."""

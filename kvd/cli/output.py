@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvd.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +22,24 @@ WIDTH = 80
 def printable(text: str) -> str:
     """The text with ``?`` for what would steer a terminal: names come from files, processes and hosts of others."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def check_output(path: Path | None) -> None:
+    """Raise :class:`InvalidArgument` where a file can't be written, before the minutes or hours whose result it is to
+    hold. None: there is none to write."""
+    if path is None:
+        return
+    try:
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            raise InvalidArgument(f"{target} is not a file; give the name of a file to write", file=str(target))
+        if not target.parent.is_dir():
+            raise InvalidArgument(f"{target.parent} is no folder; make it first", file=str(target))
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise InvalidArgument(f"{target.parent} can't be written to by this user", file=str(target))
+    except (OSError, ValueError) as error:  # names that are too long, or have a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgument(f"{str(path)!r} can't be written: {reason.lower()}", file=str(path)) from None
 
 
 def write_parts(parts: Iterable[str | Table]) -> None:

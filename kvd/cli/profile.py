@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvd.cli import profile_daemon, profile_evaluate, profile_link, profile_record, profile_selections, profile_train
-from kvd.cli.output import number, printable, seconds, table, write_parts
+from kvd.cli.output import check_output, number, printable, seconds, table, write_parts
 from kvd.units import Rate, about, format_rate
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def plot(
     from kvd.profiling.files import read
     from kvd.profiling.plot import plot as draw
 
+    check_output(output)
     draw(read(file), output)
     typer.echo(f"{printable(str(output))}: written")
 

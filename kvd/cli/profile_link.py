@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvd.cli.output import printable, seconds
+from kvd.cli.output import check_output, printable, seconds
 from kvd.cli.profile_daemon import Socket
 from kvd.errors import InvalidArgument
 from kvd.units import about
@@ -63,6 +63,7 @@ def link(
     """
     if serve == (source is not None):
         raise InvalidArgument("give one of --serve (on the source's host) and --from NODE (on the sink's host)")
+    check_output(output)
     from kvd.cli.status import find_socket
     from kvd.profiling import link as links
     from kvd_client import Client

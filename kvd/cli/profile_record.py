@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvd.cli.output import printable
+from kvd.cli.output import check_output, printable
 from kvd.cli.profile_daemon import Socket, described, export
 from kvd.cli.profile_model import (
     ModelFolder,
@@ -98,6 +98,7 @@ def record(
     from kvd.profiling.link import transfer_times
 
     files = [*(texts or []), *(more or [])]
+    check_output(output)
     rate, latency_s = _link(link_rate, link)  # before minutes are spent, as all that can be wrong with the options
     if from_daemon:
         if files or model is not None or weights is not None:

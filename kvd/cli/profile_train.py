@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd.cli.output import printable
+from kvd.cli.output import check_output, printable
 from kvd.cli.profile_model import ModelFolder, ModelId, Notes, Revision, check_packages, folder_of, prompts_of
 from kvd.errors import InvalidArgument
 
@@ -44,6 +44,7 @@ def train(
     kind = selectors.kind_of(selector)
     if not kind.trained:
         raise InvalidArgument(f"selector {selector!r} is not trained; it works without weights")
+    check_output(output)
     kind.training(1, 1, 1, **given)  # before minutes are spent, as all that can be wrong with the options
     check_packages("training", model)
     from kvd.demo import inference

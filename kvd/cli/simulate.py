@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd.cli.output import seconds, table, write_parts
+from kvd.cli.output import check_output, seconds, table, write_parts
 from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.profiling import files
@@ -154,15 +154,16 @@ def simulate(
 
 def compare(scenario: Scenario, modes: list[str], profile: Path | None, picture: Path | None, *, as_json: bool) -> None:
     """Run every mode on the same requests, and write what was found."""
+    check_output(picture)
     known = importance(profile, scenario.shape, scenario.prompt_tokens)
     scenarios = [dataclasses.replace(scenario, mode=mode) for mode in modes]
     results = [run(one, known) for one in scenarios]
-    if picture is not None:
-        plot(results, picture)
     if as_json:
         typer.echo(json.dumps(to_json(scenario, results)))
     else:
         show(scenario, results)
+    if picture is not None:
+        plot(results, picture)
 
 
 def run(scenario: Scenario, known: ImportanceMatrix | None) -> Result:

@@ -55,7 +55,17 @@ def test_wrong_arguments_of_an_open_are_refused_and_harm_no_other_transfer(clien
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"held": "abc"}, {"held": [(0, 1)]}, {"held": [(0, 0.5, 1)]}, {"landing_entries": "x"}, {"handle": 1}],
+    [
+        {"held": 5},
+        {"held": None},
+        {"mask": None},
+        {"cache_head": -1},
+        {"held": "abc"},
+        {"held": [(0, 1)]},
+        {"held": [(0, 0.5, 1)]},
+        {"landing_entries": "x"},
+        {"handle": 1},
+    ],
     ids=repr,
 )
 def test_wrong_arguments_of_a_sink_are_refused_and_harm_no_other_transfer(client, pair, wrong):
@@ -90,7 +100,16 @@ def test_wrong_arguments_of_calls_are_refused(pair):
         lambda: sink.poll_ready("0"),
         lambda: sink.wait_ready(1.5),
         lambda: sink.idle(None),
+        lambda: sink.k(0, "V"),
+        lambda: sink.k(0, "(2,)f2"),
+        lambda: sink.put_held(0, 0, "x", np.zeros((1, 2, 16), np.uint8)),
+        lambda: sink.put_held(0, 0, 0.0, np.zeros((1, 2, 16), np.uint8)),
+        lambda: sink.mark_held(0, 0, None),
+        lambda: sink.mark_held(0, 0.0, 1.0),
         lambda: sink.select("0", np.zeros((2, 1), np.int32)),
+        lambda: sink.select(0, np.zeros((2, 1), np.int32), slot="0"),
+        lambda: sink.begin_fetch(0, 0.0, np.ones(2, np.int32), np.ones(2, np.int32)),
+        lambda: sink.count_selections("x"),
     ]
     for mistake in mistakes:
         with pytest.raises(InvalidArgument):
@@ -117,3 +136,35 @@ def test_no_reason_is_too_long_to_abort_with(client):
     with client.prefill("r", SPEC, [4]) as source:
         source.abort("\udcff" + "x" * 10**6)
     assert client.status().memory.leases == 0
+
+
+@pytest.mark.parametrize("reason", [5, None, b"x"])
+def test_any_reason_will_do_to_abort(client, reason):
+    with client.prefill("r", SPEC, [4]) as source:
+        source.abort(reason)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64])
+def test_numbers_of_numpy_name_layers_rows_and_tokens(client, kind):
+    spec = KVSpec(layers=kind(40), kv_heads=kind(2), entry_bytes=kind(64), dtype="float16", model="test")
+    with (
+        client.decode("n", spec, np.array([100], kind), capacity=kind(120), held=[(kind(0), kind(0), kind(1))]) as sink,
+        client.prefill("n", spec, np.array([100], kind), capacity=kind(120)) as source,
+    ):
+        for layer in range(40):
+            kv = np.full((1, 2, 100, 16), layer, np.float16)
+            source.put_layer(kind(layer), k=kv, v=kv, start=kind(0), row=kind(0))
+            sink.put_held(kind(layer), kind(0), kind(0), np.full((1, 2, 32), layer, np.float16).view(np.uint8))
+        sink.wait_ready(timeout_s=WAIT_S)
+        assert all((sink.k(kind(layer), "float16")[0, :100] == layer).all() for layer in range(40))
+
+
+def test_a_cache_of_another_client_is_refused(client):
+    other = Client(client.socket_path)
+    from kvd_client.cache import Cache
+
+    cache = Cache.__new__(Cache)
+    cache._connection = other._connected()
+    cache._opened = type("Opened", (), {"cache": 1})()
+    with other, pytest.raises(InvalidArgument, match="another client's"):
+        client.decode("r", SPEC, [4], cache=cache, blocks=[[0]])

@@ -370,7 +370,10 @@ def test_what_can_not_be_is_said_at_open(clients: tuple[Client, Client]) -> None
         opening(InvalidArgument, "needs a block table", placement=None, cache=cache)
         opening(InvalidArgument, "blocks 0 to 4", placement=None, cache=cache, blocks=[[0, 1, 2, 3], [4, 4, 4, 4]])
         opening(InvalidArgument, "2 entries", placement=None, cache=cache, blocks=[[0], [1]])
-        opening(NotFound, "not open on this connection", placement=None, cache=_Other(99), blocks=[[0]])
+    opening(NotFound, "not open on this connection", placement=None, cache=cache, blocks=[[0]])
+    with source.open_cache(SPEC, TILES, 8) as theirs:
+        # The other daemon may have a cache of that number: blocks would arrive in one and be looked for in the other.
+        opening(InvalidArgument, "another client's", placement=None, cache=theirs, blocks=[[0]])
     with sink.open_cache(msgspec.structs.replace(SPEC, layers=3), TILES, 8) as cache:
         error = opening(UnsupportedLayout, "layers 4 and 3", placement=None, cache=cache, blocks=[[0]])
         assert error.fields["differ"] == {"layers": [4, 3]}
@@ -381,13 +384,6 @@ def test_what_can_not_be_is_said_at_open(clients: tuple[Client, Client]) -> None
         ):
             decode.wait_ready(timeout_s=WAIT_S)
         prefill.abort()
-
-
-class _Other:
-    """Somebody else's cache."""
-
-    def __init__(self, number: int) -> None:
-        self.id = number
 
 
 def test_a_full_channel_says_which_and_how_much(clients: tuple[Client, Client]) -> None:

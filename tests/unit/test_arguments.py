@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from kvd_client.activations import receive_tensor, send_tensor
 from kvd_client.arguments import deadline_of, seconds, whole, whole_numbers
 from kvd_client.arrays import bytes_of
+from kvd_client.client import Client
 from kvd_client.errors import InvalidArgument
 from kvd_client.framing import decode_request, encode_request
 from kvd_client.protocol import LENGTH, MAX_FRAME, Abort, Fetch, OpenSource
-from kvd_client.spec import KVSpec
+from kvd_client.spec import KVSpec, MetadataSpec, part_layout
 
 SPEC = KVSpec(layers=1, kv_heads=1, entry_bytes=4, dtype="f16", model="m")
 
@@ -110,3 +112,61 @@ def test_a_request_with_as_many_bytes_as_a_frame_has_is_sent():
 def test_what_has_no_bytes_is_no_array(value, said):
     with pytest.raises(InvalidArgument, match=said):
         bytes_of(value)
+
+
+def test_a_request_too_large_for_a_frame_is_the_callers_mistake():
+    with pytest.raises(InvalidArgument, match="exceeds the frame limit"):
+        encode_request(Fetch(transfer=1, layer=0, slot=0, counts=bytes(MAX_FRAME), index=b""))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(8, dtype=torch.float64).reshape(1, 2, 1, 4).transpose(2, 3),
+        torch.ones(1, 2, 4, 1, dtype=torch.complex64).conj(),
+        torch.ones(1, 2, 4, 2, dtype=torch.complex64).conj().imag,
+        torch.ones(1, 1, 1, 1, dtype=torch.float16).expand(1, 2, 4, 4),
+    ],
+    ids=["an axis of one element", "conjugated", "negated", "repeated"],
+)
+def test_tensors_that_are_views_are_taken_by_their_values(tensor):
+    whole_tensor = torch.from_numpy(tensor.resolve_conj().resolve_neg().numpy().copy())
+    assert bytes_of(tensor).tobytes() == whole_tensor.numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, lambda tensor: torch.nested.nested_tensor([tensor])])
+def test_tensors_without_dense_values_are_refused(make):
+    tensor = make(torch.ones(2, 3))
+    with pytest.raises(InvalidArgument, match="expected a dense tensor"):
+        bytes_of(tensor)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int32])
+def test_layouts_of_small_integers_do_not_overflow(kind):
+    spec = KVSpec(layers=kind(40), kv_heads=kind(2), entry_bytes=kind(64), dtype="f16", model="m")
+    plain = KVSpec(layers=40, kv_heads=2, entry_bytes=64, dtype="f16", model="m")
+    metadata = (MetadataSpec(name="a", layer_bytes=kind(100)),)
+    given = part_layout(spec, heads=kind(2), rows=1, capacity=120, landing_entries=kind(4), metadata=metadata)
+    assert (
+        given.nbytes == part_layout(plain, heads=2, rows=1, capacity=120, landing_entries=4, metadata=metadata).nbytes
+    )
+    assert type(given.nbytes) is int
+
+
+@pytest.mark.parametrize("windows", [None, np.array([1, 2]), (x for x in [1])])
+def test_windows_are_a_tuple(windows):
+    with pytest.raises(InvalidArgument, match=r"spec\.windows is"):
+        KVSpec(layers=1, kv_heads=1, entry_bytes=4, dtype="f16", model="m", windows=windows).check()
+
+
+@pytest.mark.parametrize("value", [5, None, np.ones(()), np.ones((2, 0)), np.array([object()])])
+def test_what_is_no_tensor_is_not_sent(value):
+    with pytest.raises(InvalidArgument):
+        send_tensor(Client("/nonexistent"), "t", value, dtype="f32")
+
+
+@pytest.mark.parametrize("wrong", [{"shape": 5}, {"shape": (2, 1.5)}, {"shape": ()}, {"item_bytes": "4"}], ids=repr)
+def test_what_is_no_tensors_shape_is_not_asked_for(wrong):
+    with pytest.raises(InvalidArgument):
+        receive_tensor(Client("/nonexistent"), "t", **({"shape": (2, 2), "dtype": "f32", "item_bytes": 4} | wrong))

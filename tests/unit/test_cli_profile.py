@@ -164,3 +164,26 @@ def test_seconds_are_short(value: float, text: str) -> None:
 
 def test_what_is_not_defined_is_a_dash() -> None:
     assert (number(None), number(0.12345)) == ("-", "0.123")
+
+
+@pytest.mark.parametrize("wrong", ["missing/out", "a.kvprofile/out", ".", "x" * 300], ids=repr)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("profile", "record", "--texts", "/nonexistent/text"),
+        ("profile", "train", "hata", "/nonexistent/text"),
+        ("profile", "link", "--from", "b", "--socket", "/nonexistent/s"),
+        ("profile", "plot", "/nonexistent/profile"),
+    ],
+    ids=" ".join,
+)
+def test_where_the_result_goes_is_checked_before_the_work(file: Path, command: tuple[str, ...], wrong: str) -> None:
+    done = CliRunner().invoke(app, [*command, "-o", f"{file.parent}/{wrong}"], prog_name="kvd")
+    assert done.exit_code == 2
+    assert not isinstance(done.exception, OSError | ValueError)
+    assert any(words in done.stderr for words in ("is no folder", "is not a file", "can't be written"))
+
+
+def test_where_a_simulations_picture_goes_is_checked_before_it_runs(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["simulate", "--hours", "1000", "--plot", str(tmp_path)], prog_name="kvd")
+    assert (done.exit_code, "is not a file" in done.stderr) == (2, True)

@@ -344,3 +344,9 @@ def test_nobody_answers(tmp_path: Path) -> None:
     assert "kvd serve" in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300", "nan", "0"])
+def test_watching_so_seldom_or_so_often_is_wrong_usage(seconds: str) -> None:
+    result = CliRunner().invoke(app, ["status", "--socket", "/s", "--watch", seconds])
+    assert result.exit_code == 2

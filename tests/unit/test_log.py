@@ -140,3 +140,52 @@ def test_other_streams_have_no_priority(monkeypatch: pytest.MonkeyPatch, variabl
     log.configure(stream=stream)
     structlog.get_logger("kvd").info("up")
     assert stream.getvalue().startswith("{")
+
+
+@contextlib.contextmanager
+def logged_to_a_pipe() -> Iterator[int]:
+    """The end to read from."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        log.configure("json", stream=stream)
+        yield reader
+        logging.getLogger().handlers.clear()
+    os.close(reader)
+
+
+def test_a_reader_that_stands_still_holds_up_nobody() -> None:
+    with logged_to_a_pipe() as reader:
+        logger = structlog.get_logger("kvd")
+        text, count = "x" * 5000, 0  # more than a pipe takes at once
+        while "dropped" not in log.trouble() or ", 0 were dropped" in log.trouble():
+            logger.info("line", number=count, text=text)
+            count += 1
+            assert count < 1000
+        assert log.trouble().startswith("log: nobody reads it; ")
+        data = b""
+        while log.trouble():
+            data += os.read(reader, 1 << 16)
+            logger.info("more")
+        data += os.read(reader, 1 << 16)
+    found = [json.loads(line) for line in data.splitlines()]
+    numbers = [line["number"] for line in found if line["event"] == "line"]
+    assert numbers == list(range(len(numbers)))
+    (told,) = (line for line in found if "dropped" in line["event"])
+    assert len(found) - 1 + told["lines"] >= count
+
+
+@pytest.mark.parametrize(("path", "trouble"), [("/dev/full", "no space left on device"), ("/dev/null", "")])
+def test_a_log_without_room_loses_lines_and_says_so(path: str, trouble: str) -> None:
+    with open(path, "w") as stream:
+        log.configure("json", stream=stream)
+        for _ in range(3):
+            structlog.get_logger("kvd").info("line")
+        assert log.trouble() == (trouble and f"log: lines are lost, since they can't be written: {trouble}")
+        logging.getLogger().handlers.clear()
+
+
+def test_a_log_whose_reader_has_left_goes_nowhere() -> None:
+    with logged_to_a_pipe() as reader:
+        os.dup2(os.open("/dev/null", os.O_RDONLY), reader)
+        structlog.get_logger("kvd").info("line")
+        assert "broken pipe" in log.trouble()

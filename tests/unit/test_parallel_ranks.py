@@ -14,9 +14,10 @@ from kvd.layout.execute import regroup
 from kvd.layout.geometry import Geometry
 from kvd.placing import tensor_map
 from kvd.tensors import Route, Tensors, on_device
+from kvd_client.client import Client
 from kvd_client.layouts import Placement
-from kvd_client.parallel import ParallelDecode, Piece, divide, heads_of
-from kvd_client.spec import PartLayout, TokenRange
+from kvd_client.parallel import ParallelDecode, Piece, decode, divide, heads_of
+from kvd_client.spec import KVSpec, PartLayout, TokenRange
 from kvd_client.tensors import DeviceTensors
 
 DEGREES = st.sampled_from([1, 2, 4])
@@ -215,3 +216,20 @@ def test_a_transfer_whose_own_deadline_has_passed_has_failed() -> None:
     with pytest.raises(DeadlineExceeded, match="too late"):
         waiting(passed, other).wait_ready()
     assert other.aborted
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"spec": None}, {"lengths": 4}, {"lengths": None}, {"lengths": ["4"]}, {"rank": "0"}, {"ranks": "1"},
+        {"peer_ranks": None}, {"peer_ranks": 1 << 40}, {"source": 5}, {"held": 5}, {"blocks": [[0]]}, {"cache": 5},
+        {"placement": 5}, {"placement": Placement(layout="tenstorrent", block_tokens=0)},
+        {"placement": Placement(layout="tenstorrent", block_tokens="32")},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_wrong_arguments_are_named_before_anything_is_opened(wrong):
+    spec = KVSpec(layers=1, kv_heads=2, entry_bytes=16, dtype="float16", model="test")
+    right = {"request": "r", "spec": spec, "lengths": [4], "rank": 0, "ranks": 1, "peer_ranks": 2}
+    with pytest.raises(InvalidArgument):
+        decode(Client("/nonexistent"), **(right | wrong))
