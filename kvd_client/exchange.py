@@ -2,6 +2,10 @@
 
 There is no thread behind it. Whichever caller waits, for a reply or for masks to change, pumps the socket and the
 wake-up eventfd for everybody, and hands the pump on when it has what it came for.
+
+A Ctrl-C raises KeyboardInterrupt wherever a call has returned, also one that has taken a lock: nobody would know. So
+the pump is taken by a store, inside the ``try`` whose end gives it back, and what has been read lies where the next one
+to pump finds it. No other thread loses a reply by it, or waits for somebody who has left.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ _live: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
 class Exchange:
-    """A connected stream to the daemon at ``path``. Any thread may use it; a forked child may not.
+    """A connected stream to the daemon at ``path``. Any thread may use it; a forked child and a signal handler may not.
 
     A subclass says what becomes of transfers that end (:meth:`_ended`) and of the end itself (:meth:`_was_lost`).
     Raises :class:`DaemonUnreachable` where nobody answers within ``timeout_s`` seconds.
@@ -49,9 +53,12 @@ class Exchange:
         self._timeout_ms = int(timeout_s * 1000) + 1
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._cond = threading.Condition(self._lock)
-        self._waiters = 0
-        self._pumping = threading.Lock()
+        self._pumper = 0
+        """The thread that pumps; 0: none."""
+        self._gates: list[threading.Lock] = []
+        """Locked ones, one for each thread that waits for the pump; unlocked by who gives it back."""
+        self._arrived: list[tuple[Reply, list[int]]] = []
+        """Read and not handed out yet."""
         self._lost: str | None = None
         self._refusal: Failure | None = None
         self._replies: dict[int, tuple[Reply, list[int]] | None] = {}
@@ -85,34 +92,37 @@ class Exchange:
         number = message.id = next(self._ids)
         frame = encode_request(message)
         deadline = time.monotonic() + self._timeout_s
+        me = threading.get_ident()
         self._replies[number] = None
-        got = None
         try:
             if self._orphans:
                 self._release_orphans(deadline)
             self._send(frame, deadline)
             # Nearly always nobody else pumps, and what arrives next is the reply. Going straight for it saves a
             # quarter of a round trip, which is mostly made of instructions that are in no cache.
-            if self._pumping.acquire(False):
+            with self._lock:
+                if self._replies[number] is None and not self._pumper:
+                    self._pumper = me
+            if self._pumper == me:
                 self._pump(self._timeout_ms)
-                got = self._replies[number]
+            got = self._replies[number]
             if got is None:
                 got = self.wait(functools.partial(self._replies.get, number), deadline)
-        finally:
             if got is None:
-                self.forget(number)
-            else:
-                del self._replies[number]
-        if got is None:
-            raise DaemonUnreachable(
-                f"the daemon at {self.path} did not answer {type(message).__name__} within {self._timeout_s:g} s; "
-                "see its log",
-                socket=self.path,
-                timeout_s=self._timeout_s,
-            )
-        reply = got[0]
-        if type(reply) is Failure:
-            raise error_of(reply)
+                raise DaemonUnreachable(
+                    f"the daemon at {self.path} did not answer {type(message).__name__} within {self._timeout_s:g} s; "
+                    "see its log",
+                    socket=self.path,
+                    timeout_s=self._timeout_s,
+                )
+            reply = got[0]
+            if type(reply) is Failure:
+                raise error_of(reply)
+        except BaseException:
+            self._let_go(me)
+            self.forget(number)
+            raise
+        del self._replies[number]
         return got
 
     def submit(self, message: Request) -> int:
@@ -167,33 +177,35 @@ class Exchange:
         ``ready`` is called under a lock, whenever something arrived. Raises what it raises, and
         :class:`DaemonLost` when the connection ends first.
         """
-        with self._lock:
+        me = threading.get_ident()
+        try:
             while True:
-                result = ready()
-                if result is not None:
-                    return result
-                if self._lost is not None:
-                    raise self._lost_error(sent=True)
-                # All that can fail comes before the pump is taken: nobody would give it back.
-                left = left_ms = None
-                if deadline is not None:
-                    left = min(deadline - time.monotonic(), _MAX_WAIT_S)
-                    if left <= 0:
-                        return None
-                    # Rounded up, so that the deadline has come when the poll returns without anything.
-                    left_ms = int(left * 1000) + 1
-                if not self._pumping.acquire(False):
-                    self._waiters += 1
-                    try:
-                        self._cond.wait(left)
-                    finally:
-                        self._waiters -= 1
-                    continue
-                self._lock.release()
-                try:
+                gate = left = left_ms = None
+                with self._lock:
+                    result = ready()
+                    if result is not None:
+                        return result
+                    if self._lost is not None:
+                        raise self._lost_error(sent=True)
+                    if deadline is not None:
+                        left = min(deadline - time.monotonic(), _MAX_WAIT_S)
+                        if left <= 0:
+                            return None
+                        # Rounded up, so that the deadline has come when the poll returns without anything.
+                        left_ms = int(left * 1000) + 1
+                    if self._pumper:
+                        gate = threading.Lock()
+                        gate.acquire()
+                        self._gates.append(gate)
+                    else:
+                        self._pumper = me
+                if gate is None:
                     self._pump(left_ms)
-                finally:
-                    self._lock.acquire()
+                else:
+                    gate.acquire(True, -1 if left is None else left)
+        except BaseException:
+            self._let_go(me)
+            raise
 
     def nudge(self) -> None:
         """Make every waiting thread call its ``ready`` again."""
@@ -201,28 +213,56 @@ class Exchange:
             os.eventfd_write(self._wake_fd, 1)
 
     def _pump(self, timeout_ms: int | None) -> None:
-        """Wait for the socket or the eventfd once and hand out what arrived. The caller has acquired ``_pumping``
-        and does not hold the lock; both have been given up on return."""
-        arrived: list[tuple[Reply, list[int]]] = []
+        """Wait for the socket or the eventfd once, hand out what arrived, and give the pump back. By the thread that
+        has it, without the lock. After an exception :meth:`_let_go` is needed."""
+        if not self._arrived:  # else an interrupt came before it could be handed out
+            self._receive(timeout_ms)
+        with self._lock:
+            arrived = self._arrived
+            while arrived:
+                item = arrived[0]
+                number = item[0].id
+                if number in self._replies:
+                    self._replies[number] = item
+                    del arrived[0]
+                else:
+                    del arrived[0]
+                    self._unasked(*item)
+            self._pumper = 0
+            if self._gates:
+                self._open_gates()
+
+    def _receive(self, timeout_ms: int | None) -> None:
+        reading = False
         try:
             for fd, _ in self._poll.poll(timeout_ms):
                 if fd == self._wake_fd:
                     os.eventfd_read(fd)  # the pump is its only reader, so it is readable still
                 else:
-                    self._stream.receive(arrived)
+                    reading = True
+                    self._stream.receive(self._arrived)
+                    reading = False
         except StreamEnded as end:
             self._lose(str(end))
-        finally:
-            with self._lock:
-                for item in arrived:
-                    number = item[0].id
-                    if number in self._replies:
-                        self._replies[number] = item
-                    else:
-                        self._unasked(*item)
-                self._pumping.release()
-                if self._waiters:
-                    self._cond.notify_all()
+        except BaseException:
+            if reading:  # nobody knows what was read, and where the next frame begins
+                self._lose("an interrupt came while it was being read")
+            raise
+
+    def _let_go(self, me: int) -> None:
+        """Give the pump back, if this thread has it, and let another one take it."""
+        if self._pumper == me:
+            self._pumper = 0
+        with self._lock:
+            self._open_gates()
+
+    def _open_gates(self) -> None:
+        """Let all threads that wait for the pump look again. Under the lock."""
+        while self._gates:
+            gate = self._gates[-1]
+            if gate.locked():
+                gate.release()
+            del self._gates[-1]
 
     def _unasked(self, reply: Reply, fds: list[int]) -> None:
         if isinstance(reply, Ended):

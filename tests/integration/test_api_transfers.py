@@ -466,7 +466,7 @@ def test_more_events_than_the_ring_holds(server, client):
 
         filling = threading.Thread(target=fill)
         filling.start()
-        while not connection._pumping.locked():
+        while not connection._pumper:
             filling.join(0.001)
         gate.set()
         filling.join()
