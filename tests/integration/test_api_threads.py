@@ -1,9 +1,11 @@
-"""Threads that share a connection: replies that another thread reads, and Ctrl-C in one of them."""
+"""Waiting: threads that share a connection, a ring that is full, replies that another thread reads, Ctrl-C in one."""
 
 from __future__ import annotations
 
 import contextlib
 import dis
+import math
+import queue
 import socket
 import sys
 import threading
@@ -14,12 +16,174 @@ from typing import Any
 
 import pytest
 
-from kvd_client import exchange, stream
-from kvd_client.errors import DaemonLost
+from kvd_client import Client, exchange, stream
+from kvd_client.errors import (
+    Busy,
+    DaemonLost,
+    DeadlineExceeded,
+    InvalidArgument,
+)
 from kvd_client.exchange import Exchange
 from kvd_client.framing import decode_request, encode
 from kvd_client.protocol import LENGTH, GetStatus, Ok
+from kvd_client.ring import EVENT_IDLE, RING_EVENTS, WAKE_IDLE, WAKE_LAYER_READY
+from tests.integration.api_entries import SPEC, random_kv
 from tests.integration.api_harness import WAIT_S
+
+
+def test_two_threads_wait_for_different_layers_and_a_third_asks(client):
+    k, v = random_kv(1, 5)
+    done: queue.Queue[int] = queue.Queue()
+    with client.prefill("r", SPEC, [5]) as source, client.decode("r", SPEC, [5]) as sink:
+
+        def wait(layer):
+            sink.wait_ready(layer, WAIT_S)
+            done.put(layer)
+
+        threads = [threading.Thread(target=wait, args=(layer,)) for layer in (0, 1, 1, 2)]
+        for thread in threads:
+            thread.start()
+        for layer, count in ((2, 1), (0, 1), (1, 2)):
+            assert client.status().node == "test"
+            source.put_layer(layer, k=k, v=v)
+            assert [done.get(timeout=WAIT_S) for _ in range(count)] == [layer] * count
+        for thread in threads:
+            thread.join()
+
+
+def test_replies_find_their_callers_among_many_threads(server, client):
+    server.service.padding = "x" * 20_000
+    problems: list[object] = []
+
+    def ask(thread):
+        for i in range(20):
+            try:
+                if i % 2:
+                    assert client.status().reasons == [server.service.padding]
+                else:
+                    client.reject(handle=f"{thread}-{i}")
+            except BaseException as error:
+                problems.append(error)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert {r.handle for r in server.service.rejected} == {f"{t}-{i}" for t in range(8) for i in range(0, 20, 2)}
+
+
+def test_waiting_ends_at_its_timeout_and_the_transfer_goes_on(client):
+    k, v = random_kv(1, 5)
+    with client.prefill("r", SPEC, [5]) as source, client.decode("r", SPEC, [5]) as sink:
+        with pytest.raises(DeadlineExceeded, match="layer 1"):
+            sink.wait_ready(1, timeout_s=0.01)
+        for layer in range(SPEC.layers):
+            source.layer(layer)[:] = 1
+        with pytest.raises(InvalidArgument, match="have not been rung"):
+            source.finish()
+        with pytest.raises(DeadlineExceeded, match="goes on"):
+            source.wait_delivered(timeout_s=0.01)
+        for layer in range(SPEC.layers):
+            source.put_layer(layer, k=k, v=v)
+        sink.wait_ready(timeout_s=WAIT_S)
+
+
+def test_finish_without_waiting(client):
+    with Client(client.socket_path, timeout_s=math.inf) as patient, patient.prefill("r", SPEC, [1]) as source:
+        for layer in range(SPEC.layers):
+            source.layer_ready(layer)
+        source.finish(wait=False)
+        with client.decode("r", SPEC, [1]) as sink:
+            sink.wait_ready(timeout_s=math.inf)
+        source.wait_delivered(WAIT_S)
+
+
+def test_a_request_that_takes_long_holds_up_nobody(server, client):
+    def hold():
+        import asyncio
+
+        server.service.hold = asyncio.Event()
+
+    server.call(hold)
+    answered = threading.Event()
+
+    def ask():
+        client.status()
+        answered.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    k, v = random_kv(1, 2)
+    with client.prefill("r", SPEC, [2]) as source, client.decode("r", SPEC, [2]) as sink:
+        for layer in range(SPEC.layers):
+            source.put_layer(layer, k=k, v=v)
+        sink.wait_ready(timeout_s=WAIT_S)
+        assert not answered.is_set()
+        server.call(lambda: server.service.hold.set())
+        assert answered.wait(WAIT_S)
+        asking.join()
+
+
+def test_idle_is_rung_only_when_wanted(server, client):
+    with client.decode("r", SPEC, [1]) as sink:
+        sink.idle(0)
+        client.status()
+        assert server.service.events == []
+        server.call(lambda: server.server.clients[0].set_wake(WAKE_LAYER_READY | WAKE_IDLE))
+        seen: queue.Queue[tuple[int, ...]] = queue.Queue()
+        server.service.on_event = lambda client, *event: seen.put(event)
+        sink.idle(2)
+        assert seen.get(timeout=WAIT_S)[:3] == (EVENT_IDLE, 2, sink.id)
+
+
+def test_more_events_than_the_ring_holds(server, client):
+    # The server is kept busy until the ring is full and the writer waits for room.
+    gate = threading.Event()
+    with client.prefill("r", SPEC, [1]) as source:
+        server.service.on_event = lambda *_: gate.wait(WAIT_S)
+        connection, count = source._connection, 0
+        while connection.doorbell.has_room():
+            source.layer_ready(0)
+            count += 1
+
+        def fill():
+            for _ in range(100):
+                source.layer_ready(0)
+
+        filling = threading.Thread(target=fill)
+        filling.start()
+        while not connection._pumper:
+            filling.join(0.001)
+        gate.set()
+        filling.join()
+        client.status()
+        assert count >= RING_EVENTS
+        assert len(server.service.events) == count + 100
+        source.abort()
+        source.release()
+
+
+def ring_twice_the_ring(source):
+    for _ in range(2 * RING_EVENTS):
+        source.layer_ready(0)
+
+
+def test_a_daemon_that_takes_no_events_is_busy(server):
+    gate = threading.Event()
+    with Client(server.path, timeout_s=1.0) as client:
+        source = client.prefill("r", SPEC, [1])
+        server.service.on_event = lambda *_: gate.wait(WAIT_S)
+        try:
+            with pytest.raises(Busy, match="has not taken an event"):
+                ring_twice_the_ring(source)
+        finally:
+            server.service.on_event = None
+            gate.set()
+
+
+# --- requests side by side --------------------------------------------------------------------------------------------
 
 WATCHED = (exchange.__file__, stream.__file__)
 
