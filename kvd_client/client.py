@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from kvd_client import forks
-from kvd_client.arguments import seconds, whole, whole_numbers
+from kvd_client.arguments import seconds, whole_numbers
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, ProtocolError
 from kvd_client.layouts import Placement
+from kvd_client.opening import cache_id, layout_of, mode_of, ranges_of, table_of
 from kvd_client.protocol import (
-    MODES,
     ExportProfile,
     GetStatus,
     InstallProfile,
@@ -26,7 +25,7 @@ from kvd_client.protocol import (
     Reject,
     Status,
 )
-from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
+from kvd_client.spec import KVSpec, MetadataSpec, TokenRange, part_layout
 
 if TYPE_CHECKING:
     from kvd_client.cache import Cache
@@ -168,7 +167,7 @@ class Client:
         from kvd_client.prefill import PrefillTransfer  # here, since NumPy costs more than all the rest
 
         lengths = whole_numbers("lengths", lengths)
-        layout, start = self._layout(
+        layout, start = layout_of(
             spec, lengths, capacity, heads, metadata, placed=placement is not None or cache is not None, mask=mask
         )
         message = OpenSource(
@@ -181,14 +180,14 @@ class Client:
             head_start=start,
             head_count=layout.kv_heads,
             metadata=layout.metadata,
-            mode=_mode(mode),
+            mode=mode_of(mode),
             selector=selector,
             prefill_s=prefill_s,
             sink=sink,
             deadline_s=deadline_s,
             placement=placement,
-            cache=_cache_id(cache),
-            table=_table(blocks),
+            cache=cache_id(cache),
+            table=table_of(blocks),
             cache_head=-1 if cache_head is None else cache_head,
             mask=mask,
         )
@@ -242,8 +241,8 @@ class Client:
         lengths = whole_numbers("lengths", lengths)
         slots = landing_slots if landing_entries else 0
         placed = placement is not None or cache is not None
-        layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed, mask)
-        ranges = _ranges(held)
+        layout, start = layout_of(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed, mask)
+        ranges = ranges_of(held)
         message = OpenSink(
             request=request,
             spec=spec,
@@ -254,7 +253,7 @@ class Client:
             head_start=start,
             head_count=layout.kv_heads,
             metadata=layout.metadata,
-            mode=_mode(mode),
+            mode=mode_of(mode),
             selector=selector,
             landing_entries=layout.landing_entries,
             landing_slots=layout.landing_slots,
@@ -263,8 +262,8 @@ class Client:
             held=ranges,
             deadline_s=deadline_s,
             placement=placement,
-            cache=_cache_id(cache),
-            table=_table(blocks),
+            cache=cache_id(cache),
+            table=table_of(blocks),
             cache_head=-1 if cache_head is None else cache_head,
             unit=unit,
             pull=pull,
@@ -290,53 +289,6 @@ class Client:
         tokens = blocks * placement.block_tokens
         layout = part_layout(spec, heads=heads or spec.kv_heads, rows=1, capacity=tokens, placed=True)
         return Cache(connection, opened, layout, placement, blocks)
-
-    @staticmethod
-    def _layout(
-        spec: KVSpec,
-        lengths: Sequence[int],
-        capacity: int | None,
-        heads: tuple[int, int] | None,
-        metadata: Sequence[MetadataSpec],
-        landing_entries: int = 0,
-        landing_slots: int = 0,
-        placed: bool = False,
-        mask: str = "token",
-    ) -> tuple[PartLayout, int]:
-        if not isinstance(spec, KVSpec):
-            raise InvalidArgument(f"spec is a {type(spec).__name__}; it must be a KVSpec")
-        spec.check()
-        longest = max(lengths, default=0)
-        if longest < 1 or min(lengths) < 0:
-            raise InvalidArgument("lengths must have a row, and a row with a token", lengths=list(lengths))
-        room = longest if capacity is None else whole("capacity", capacity)
-        if room < longest:
-            raise InvalidArgument(
-                f"capacity {room} is less than the longest row, {longest}", capacity=room, longest=longest
-            )
-        pair = (0, spec.kv_heads) if heads is None else whole_numbers("heads", heads)
-        if len(pair) != 2:
-            raise InvalidArgument(f"heads is {heads!r}; it must be (first, count)")
-        start, count = pair
-        if not isinstance(metadata, Sequence) or not all(isinstance(array, MetadataSpec) for array in metadata):
-            raise InvalidArgument(f"metadata is {metadata!r}; it must be a sequence of MetadataSpec, empty for none")
-        if start < 0 or count < 1 or start + count > spec.kv_heads:
-            raise InvalidArgument(
-                f"heads ({start}, {count}) are not within the spec's {spec.kv_heads} KV heads",
-                heads=[start, count],
-            )
-        layout = part_layout(
-            spec,
-            heads=count,
-            rows=len(lengths),
-            capacity=room,
-            metadata=tuple(metadata),
-            landing_entries=landing_entries,
-            landing_slots=landing_slots,
-            placed=placed,
-            mask=mask,
-        )
-        return layout, start
 
     def _call(self, do: Callable[[Connection], T]) -> T:
         connection = self._connected()
@@ -380,44 +332,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _table(blocks: Sequence[Sequence[int]]) -> bytes:
-    """A block table as it crosses the API: int32, row after row."""
-    if not isinstance(blocks, Iterable):
-        raise InvalidArgument(f"blocks is {blocks!r}; it must have a list of block numbers for each row")
-    flat = [block for at, row in enumerate(blocks) for block in whole_numbers(f"blocks[{at}]", row)]
-    try:
-        return struct.pack(f"<{len(flat)}i", *flat)
-    except struct.error:
-        raise InvalidArgument(f"blocks names block {max(flat, key=abs)}; block numbers have 32 bits") from None
-
-
-def _ranges(held: Sequence[TokenRange | tuple[int, int, int]]) -> list[TokenRange]:
-    found = []
-    for at, one in enumerate(held):
-        numbers = one if isinstance(one, TokenRange) else whole_numbers(f"held[{at}]", one)
-        if isinstance(numbers, list):
-            if len(numbers) != 3:
-                raise InvalidArgument(f"held[{at}] is {one!r}; it must be (row, start, stop)")
-            numbers = TokenRange(*numbers)
-        found.append(numbers)
-    return found
-
-
-def _cache_id(cache: Cache | None) -> int:
-    if cache is None:
-        return 0
-    number = getattr(cache, "id", None)
-    if not isinstance(number, int):
-        raise InvalidArgument(f"cache is a {type(cache).__name__}; it must be what Client.open_cache returned")
-    return number
-
-
-def _mode(mode: str) -> str:
-    if mode and mode not in MODES:
-        raise InvalidArgument(f"there is no mode {mode!r}; give one of {', '.join(MODES)}", mode=mode)
-    return mode
 
 
 def default_socket() -> str:

@@ -1,0 +1,107 @@
+"""What a process gives to open a transfer, checked and in the form in which it crosses the API.
+
+Raises :class:`InvalidArgument`, which names the argument, for whatever makes no sense.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvd_client.arguments import whole, whole_numbers
+from kvd_client.errors import InvalidArgument
+from kvd_client.protocol import MODES
+from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
+
+if TYPE_CHECKING:
+    from kvd_client.cache import Cache
+
+
+def layout_of(
+    spec: KVSpec,
+    lengths: Sequence[int],
+    capacity: int | None,
+    heads: tuple[int, int] | None,
+    metadata: Sequence[MetadataSpec],
+    landing_entries: int = 0,
+    landing_slots: int = 0,
+    placed: bool = False,
+    mask: str = "token",
+) -> tuple[PartLayout, int]:
+    """The layout of a part, and the first of its KV heads."""
+    if not isinstance(spec, KVSpec):
+        raise InvalidArgument(f"spec is a {type(spec).__name__}; it must be a KVSpec")
+    spec.check()
+    longest = max(lengths, default=0)
+    if longest < 1 or min(lengths) < 0:
+        raise InvalidArgument("lengths must have a row, and a row with a token", lengths=list(lengths))
+    room = longest if capacity is None else whole("capacity", capacity)
+    if room < longest:
+        raise InvalidArgument(
+            f"capacity {room} is less than the longest row, {longest}", capacity=room, longest=longest
+        )
+    pair = (0, spec.kv_heads) if heads is None else whole_numbers("heads", heads)
+    if len(pair) != 2:
+        raise InvalidArgument(f"heads is {heads!r}; it must be (first, count)")
+    start, count = pair
+    if not isinstance(metadata, Sequence) or not all(isinstance(array, MetadataSpec) for array in metadata):
+        raise InvalidArgument(f"metadata is {metadata!r}; it must be a sequence of MetadataSpec, empty for none")
+    if start < 0 or count < 1 or start + count > spec.kv_heads:
+        raise InvalidArgument(
+            f"heads ({start}, {count}) are not within the spec's {spec.kv_heads} KV heads",
+            heads=[start, count],
+        )
+    layout = part_layout(
+        spec,
+        heads=count,
+        rows=len(lengths),
+        capacity=room,
+        metadata=tuple(metadata),
+        landing_entries=landing_entries,
+        landing_slots=landing_slots,
+        placed=placed,
+        mask=mask,
+    )
+    return layout, start
+
+
+def table_of(blocks: Sequence[Sequence[int]]) -> bytes:
+    """A block table as it crosses the API: int32, row after row."""
+    if not isinstance(blocks, Iterable):
+        raise InvalidArgument(f"blocks is {blocks!r}; it must have a list of block numbers for each row")
+    flat = [block for at, row in enumerate(blocks) for block in whole_numbers(f"blocks[{at}]", row)]
+    try:
+        return struct.pack(f"<{len(flat)}i", *flat)
+    except struct.error:
+        raise InvalidArgument(f"blocks names block {max(flat, key=abs)}; block numbers have 32 bits") from None
+
+
+def ranges_of(held: Sequence[TokenRange | tuple[int, int, int]]) -> list[TokenRange]:
+    """What a sink holds, as it crosses the API."""
+    found = []
+    for at, one in enumerate(held):
+        numbers = one if isinstance(one, TokenRange) else whole_numbers(f"held[{at}]", one)
+        if isinstance(numbers, list):
+            if len(numbers) != 3:
+                raise InvalidArgument(f"held[{at}] is {one!r}; it must be (row, start, stop)")
+            numbers = TokenRange(*numbers)
+        found.append(numbers)
+    return found
+
+
+def cache_id(cache: Cache | None) -> int:
+    """The daemon's number of a cache; 0 for none."""
+    if cache is None:
+        return 0
+    number = getattr(cache, "id", None)
+    if not isinstance(number, int):
+        raise InvalidArgument(f"cache is a {type(cache).__name__}; it must be what Client.open_cache returned")
+    return number
+
+
+def mode_of(mode: str) -> str:
+    """A mode that exists, or none."""
+    if mode and mode not in MODES:
+        raise InvalidArgument(f"there is no mode {mode!r}; give one of {', '.join(MODES)}", mode=mode)
+    return mode
