@@ -8,11 +8,9 @@ together and on this host is the business of :mod:`kvd.config_check`.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import json
 import os
 import re
-import stat
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -31,8 +29,6 @@ DEFAULT_POOL = 4 << 30
 MIN_ARENA = 1 << 20
 MAX_FILE = 1 << 20
 """Most bytes of a configuration file."""
-MIN_KEY_BYTES = 16
-MAX_KEY_FILE = 64 << 10
 NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
@@ -262,72 +258,6 @@ def resolve(
         # Whoever asks for a small pool has not asked for an arena that does not fit into it.
         memory = replace(memory, arena=Size(max(memory.pool, MIN_ARENA)))
     return replace(config, node=node, api=api, peers=peers, memory=memory, profile=profile)
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """``"host:port"`` or ``"[v6]:port"`` to its two parts; raises :class:`ValueError` with a sentence."""
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    bare = host[1:-1] if bracketed else host
-    if not colon or not bare or (":" in host and not bracketed) or any(c in "[]/@ \t\n" for c in bare):
-        raise ValueError(f'"{text}" is not host:port, such as "10.0.0.7:7440" or "[fd00::7]:7440"')
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f'"{text}" has no port between 0 and 65535 behind its last colon')
-    return bare, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address stays on this machine. A name other than localhost counts as beyond it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether an address means all of this machine's addresses."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
-
-
-def read_keys(path: Path | str) -> list[bytes]:
-    """The shared keys of a file, one a line, in order; blank lines and lines that start with # don't count.
-
-    Raises :class:`ConfigError` for a file that can't be read, that all users can read or write, that holds no
-    key, or a key under 16 bytes. No message contains a byte of a key.
-    """
-    make = f"make one with: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(MAX_KEY_FILE + 1)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"the key file {path} can't be read: {reason}; {make}", file=str(path)) from None
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ConfigError(
-            f"the key file {path} has mode {stat.S_IMODE(mode):04o}, open to every user; chmod o-rw {path}",
-            file=str(path),
-        )
-    if len(content) > MAX_KEY_FILE:
-        raise ConfigError(f"the key file {path} is longer than {MAX_KEY_FILE} bytes; it is no key file", file=str(path))
-    keys = []
-    for number, line in enumerate(content.splitlines(), 1):
-        key = line.strip()
-        if not key or key.startswith(b"#"):
-            continue
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(
-                f"line {number} of the key file {path} has {len(key)} bytes; {MIN_KEY_BYTES} are the least",
-                file=str(path),
-                line=number,
-            )
-        keys.append(key)
-    if not keys:
-        raise ConfigError(f"the key file {path} holds no key; {make}", file=str(path))
-    return keys
 
 
 def to_builtins(config: Config) -> dict[str, Any]:

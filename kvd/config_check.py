@@ -12,19 +12,12 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Literal
 
-from kvd.config import (
-    MIN_ARENA,
-    NODE_ID,
-    Config,
-    Npu,
-    is_loopback,
-    is_wildcard,
-    read_keys,
-    split_address,
-)
+from kvd.addresses import is_loopback, is_wildcard, split_address
+from kvd.config import MIN_ARENA, NODE_ID, Config, Npu
 from kvd.errors import ConfigError
 from kvd.host import Host
 from kvd.importance.learning import HalfLife
+from kvd.keys import read_keys
 from kvd.memory.windows import PAGE, WINDOW, parse_noc
 from kvd.units import about, format_size
 

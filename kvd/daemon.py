@@ -16,11 +16,12 @@ import kvd
 from kvd import log as logs
 from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
-from kvd.config import Config, Npu, read_keys
+from kvd.config import Config, Npu
 from kvd.errors import ConfigError, InvalidArgument, ShuttingDown
 from kvd.fabric import choice, registry
 from kvd.fabric.base import Fabric
 from kvd.importance.learning import HalfLife
+from kvd.keys import read_keys
 from kvd.learnt import Learner
 from kvd.memory.device import Backing, HostBacking, NpuDevice
 from kvd.memory.pool import Pool

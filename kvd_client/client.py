@@ -13,7 +13,7 @@ from kvd_client.arguments import seconds, whole, whole_numbers
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, ProtocolError
 from kvd_client.layouts import Placement
-from kvd_client.opening import checked_blocks, checked_mode, head_of, ranges_of, table_of
+from kvd_client.opening import checked_blocks, head_of, layout_of, mode_of, ranges_of, table_of
 from kvd_client.protocol import (
     ExportProfile,
     GetStatus,
@@ -25,7 +25,7 @@ from kvd_client.protocol import (
     Reject,
     Status,
 )
-from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
+from kvd_client.spec import KVSpec, MetadataSpec, TokenRange, part_layout
 
 if TYPE_CHECKING:
     from kvd_client.cache import Cache
@@ -168,7 +168,7 @@ class Client:
         from kvd_client.prefill import PrefillTransfer  # here, since NumPy costs more than all the rest
 
         lengths, blocks = whole_numbers("lengths", lengths), checked_blocks(placement, cache, blocks)
-        layout, start = self._layout(
+        layout, start = layout_of(
             spec, lengths, capacity, heads, metadata, placed=placement is not None or cache is not None, mask=mask
         )
         message = OpenSource(
@@ -181,7 +181,7 @@ class Client:
             head_start=start,
             head_count=layout.kv_heads,
             metadata=layout.metadata,
-            mode=checked_mode(mode),
+            mode=mode_of(mode),
             selector=selector,
             prefill_s=prefill_s,
             sink=sink,
@@ -242,7 +242,7 @@ class Client:
         lengths, blocks = whole_numbers("lengths", lengths), checked_blocks(placement, cache, blocks)
         slots = landing_slots if landing_entries else 0
         placed = placement is not None or cache is not None
-        layout, start = self._layout(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed, mask)
+        layout, start = layout_of(spec, lengths, capacity, heads, metadata, landing_entries, slots, placed, mask)
         ranges = ranges_of(held)
         message = OpenSink(
             request=request,
@@ -254,7 +254,7 @@ class Client:
             head_start=start,
             head_count=layout.kv_heads,
             metadata=layout.metadata,
-            mode=checked_mode(mode),
+            mode=mode_of(mode),
             selector=selector,
             landing_entries=layout.landing_entries,
             landing_slots=layout.landing_slots,
@@ -293,53 +293,6 @@ class Client:
         tokens = blocks * placement.block_tokens
         layout = part_layout(spec, heads=heads or spec.kv_heads, rows=1, capacity=tokens, placed=True)
         return Cache(connection, opened, layout, placement, blocks)
-
-    @staticmethod
-    def _layout(
-        spec: KVSpec,
-        lengths: Sequence[int],
-        capacity: int | None,
-        heads: tuple[int, int] | None,
-        metadata: Sequence[MetadataSpec],
-        landing_entries: int = 0,
-        landing_slots: int = 0,
-        placed: bool = False,
-        mask: str = "token",
-    ) -> tuple[PartLayout, int]:
-        if not isinstance(spec, KVSpec):
-            raise InvalidArgument(f"spec is a {type(spec).__name__}; it must be a KVSpec")
-        spec.check()
-        longest = max(lengths, default=0)
-        if longest < 1 or min(lengths) < 0:
-            raise InvalidArgument("lengths must have a row, and a row with a token", lengths=list(lengths))
-        room = longest if capacity is None else whole("capacity", capacity)
-        if room < longest:
-            raise InvalidArgument(
-                f"capacity {room} is less than the longest row, {longest}", capacity=room, longest=longest
-            )
-        pair = (0, spec.kv_heads) if heads is None else whole_numbers("heads", heads)
-        if len(pair) != 2:
-            raise InvalidArgument(f"heads is {heads!r}; it must be (first, count)")
-        start, count = pair
-        if not isinstance(metadata, Sequence) or not all(isinstance(array, MetadataSpec) for array in metadata):
-            raise InvalidArgument(f"metadata is {metadata!r}; it must be a sequence of MetadataSpec, empty for none")
-        if start < 0 or count < 1 or start + count > spec.kv_heads:
-            raise InvalidArgument(
-                f"heads ({start}, {count}) are not within the spec's {spec.kv_heads} KV heads",
-                heads=[start, count],
-            )
-        layout = part_layout(
-            spec,
-            heads=count,
-            rows=len(lengths),
-            capacity=room,
-            metadata=tuple(metadata),
-            landing_entries=landing_entries,
-            landing_slots=landing_slots,
-            placed=placed,
-            mask=mask,
-        )
-        return layout, start
 
     def _open(self, message: OpenSource | OpenSink, nbytes: int, cache: Cache | None) -> tuple[Connection, Part]:
         def do(connection: Connection) -> tuple[Connection, Part]:

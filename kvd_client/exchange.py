@@ -207,8 +207,9 @@ class Exchange:
 
     def look(self) -> None:
         """Hand out what has arrived, without waiting for more."""
-        if self._pumping.acquire(False):  # else somebody else does
-            self._pump(0)
+        with self._lock:
+            if not self._pumping.locked():  # else somebody else does
+                self._pump(0)
 
     def nudge(self) -> None:
         """Make every waiting thread call its ``ready`` again."""

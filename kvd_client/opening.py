@@ -1,5 +1,7 @@
-"""What a process says when it opens a transfer, in the form in which it crosses the API; each function raises
-:class:`~kvd_client.errors.InvalidArgument` for what has none."""
+"""What a process gives to open a transfer, checked and in the form in which it crosses the API.
+
+Raises :class:`~kvd_client.errors.InvalidArgument`, which names the argument, for whatever makes no sense.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,58 @@ from kvd_client.arguments import whole, whole_numbers
 from kvd_client.errors import InvalidArgument
 from kvd_client.layouts import Placement
 from kvd_client.protocol import MODES
-from kvd_client.spec import TokenRange
+from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
 
 if TYPE_CHECKING:
     from kvd_client.cache import Cache
+
+
+def layout_of(
+    spec: KVSpec,
+    lengths: Sequence[int],
+    capacity: int | None,
+    heads: tuple[int, int] | None,
+    metadata: Sequence[MetadataSpec],
+    landing_entries: int = 0,
+    landing_slots: int = 0,
+    placed: bool = False,
+    mask: str = "token",
+) -> tuple[PartLayout, int]:
+    """The layout of a part, and the first of its KV heads."""
+    if not isinstance(spec, KVSpec):
+        raise InvalidArgument(f"spec is a {type(spec).__name__}; it must be a KVSpec")
+    spec.check()
+    longest = max(lengths, default=0)
+    if longest < 1 or min(lengths) < 0:
+        raise InvalidArgument("lengths must have a row, and a row with a token", lengths=list(lengths))
+    room = longest if capacity is None else whole("capacity", capacity)
+    if room < longest:
+        raise InvalidArgument(
+            f"capacity {room} is less than the longest row, {longest}", capacity=room, longest=longest
+        )
+    pair = (0, spec.kv_heads) if heads is None else whole_numbers("heads", heads)
+    if len(pair) != 2:
+        raise InvalidArgument(f"heads is {heads!r}; it must be (first, count)")
+    start, count = pair
+    if not isinstance(metadata, Sequence) or not all(isinstance(array, MetadataSpec) for array in metadata):
+        raise InvalidArgument(f"metadata is {metadata!r}; it must be a sequence of MetadataSpec, empty for none")
+    if start < 0 or count < 1 or start + count > spec.kv_heads:
+        raise InvalidArgument(
+            f"heads ({start}, {count}) are not within the spec's {spec.kv_heads} KV heads",
+            heads=[start, count],
+        )
+    layout = part_layout(
+        spec,
+        heads=count,
+        rows=len(lengths),
+        capacity=room,
+        metadata=tuple(metadata),
+        landing_entries=landing_entries,
+        landing_slots=landing_slots,
+        placed=placed,
+        mask=mask,
+    )
+    return layout, start
 
 
 def checked_blocks(
@@ -69,7 +119,7 @@ def head_of(cache_head: int | None) -> int:
     return head
 
 
-def checked_mode(mode: str) -> str:
+def mode_of(mode: str) -> str:
     """A mode by its name, empty for the daemon's choice."""
     if mode and mode not in MODES:
         raise InvalidArgument(f"there is no mode {mode!r}; give one of {', '.join(MODES)}", mode=mode)

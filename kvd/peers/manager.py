@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from kvd.config import is_loopback, is_wildcard
+from kvd.addresses import is_loopback, is_wildcard
 from kvd.errors import ConfigError, KvdError
 from kvd.fabric.base import Fabric
 from kvd.peers import sockets

@@ -13,7 +13,7 @@ import os
 import socket
 from typing import Any
 
-from kvd.config import split_address
+from kvd.addresses import split_address
 from kvd.errors import AddressInUse, ConfigError, PeerUnreachable
 from kvd.types import NodeId
 from kvd.wire.machine import Established, Failed, Handshake, LaneEstablished

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd import config
+from kvd.addresses import split_address
 from kvd.errors import KvdError
 from kvd.fabric import frames
 from kvd.fabric.base import EndpointCounters
@@ -97,7 +98,7 @@ PARSERS = {
     "verbs token": ("lane", lambda data: verbs.unpack_token(data, b"k" * 16)),
     "profile": ("profile", profiles.decode),
     "configuration": ("config", text(config.parse)),
-    "address": ("address", text(config.split_address)),
+    "address": ("address", text(split_address)),
     "size": ("address", text(parse_size)),
     "rate": ("address", text(parse_rate)),
     "handle": ("address", text(parse_handle)),

@@ -34,13 +34,6 @@ with Client(sys.argv[1], name="victim") as client:
 """
 
 
-@pytest.fixture
-def server(tmp_path):
-    with ServerThread(tmp_path / "api.sock") as server:
-        yield server
-        assert server.log.exceptions == []
-
-
 @contextlib.contextmanager
 def process(*arguments: str):
     """A Python process that has said that it is ready; killed at the end at the latest."""

@@ -46,13 +46,6 @@ SPEC = KVSpec(layers=1, kv_heads=1, entry_bytes=64, dtype="float32", model="test
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
 
 
-@pytest.fixture
-def server(tmp_path):
-    with ServerThread(tmp_path / "api.sock") as server:
-        yield server
-        assert server.log.exceptions == []
-
-
 def frame(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 

@@ -1,4 +1,4 @@
-"""Where elements lie, one at a time, straight from the descriptor's definition; and random layouts to try it on."""
+"""Where elements lie, one at a time, straight from the descriptor's definition; and layouts to try it on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,24 @@ from kvd.layout.descriptor import Digit, Layout, Placed, Placement
 from kvd.layout.execute import in_turns
 
 UNTOUCHED = 0xEE
+
+TOML = """
+name = "my-npu"
+order = "l kv || B h T D | F G r c"
+codec = "bf16"
+padding = true
+table = "B"
+
+[axes]
+t = "B:* T:1 F:2 r:16"
+d = "D:* G:2 c:16"
+
+[placement]
+kind = "round-robin"
+channels = 8
+alignment = 64
+"""
+"""The layout named ``tenstorrent`` with blocks of 32 tokens, as somebody's file."""
 
 
 class Oracle:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from kvd.cli.main import app
 from kvd.errors import InvalidArgument
 from kvd.layout.models import model
+from tests.unit.layout_oracle import TOML
 
 LLAMA = ["--model", "llama-3.1-70b", "--from", "vllm-lbhnc", "--to", "tenstorrent"]
 
@@ -156,22 +157,6 @@ class TestModels:
             model(str(tmp_path))
 
 
-GOOD = """
-name = "mine"
-order = "l kv || B h T D | F G r c"
-codec = "bf16"
-padding = true
-table = "B"
-[axes]
-t = "B:* T:1 F:2 r:16"
-d = "D:* G:2 c:16"
-[placement]
-kind = "round-robin"
-channels = 8
-alignment = 64
-"""
-
-
 @pytest.mark.parametrize(
     ("good", "bad", "words"),
     [
@@ -187,7 +172,7 @@ alignment = 64
         ("channels = 8", "channels = 8.0", "channels of a placement can't be a float"),
         ("bf16", "bf17", "known are bf16, f16"),
         ('table = "B"', 'table = "r"', "which must be a digit before the page cut"),
-        ('"mine"', '"mine', "is not TOML: "),
+        ('"my-npu"', '"my-npu', "is not TOML: "),
         ("channels = 8", "channels = " + "9" * 5000, "is not TOML: a number has thousands of digits"),
         ("channels = 8", "channels = 0x" + "f" * 5000, "channels of a placement is a number of more than 64 bits"),
         ("codec", "x = " + "[" * 3000 + "]" * 3000 + "\ncodec", "is not TOML: its brackets are nested too deeply"),
@@ -195,11 +180,11 @@ alignment = 64
 )
 def test_a_mistake_in_a_file_is_named_with_the_file(tmp_path: Path, good: str, bad: str, words: str) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(GOOD)
+    file.write_text(TOML)
     shape = ("--model", "layers=2,kv_heads=2,head_dim=64", "--tokens", "50", "--from", "nhd", "--to", str(file))
     assert run("show", *shape)[0] == 0
-    assert good in GOOD
-    file.write_text(GOOD.replace(good, bad))
+    assert good in TOML
+    file.write_text(TOML.replace(good, bad))
     code, out, err = run("show", *shape)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith(f"kvd: {file}: ")

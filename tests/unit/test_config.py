@@ -9,23 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvd.addresses import is_loopback, is_wildcard, split_address
 from kvd.config import (
     SYSTEM_FILE,
     Config,
     Memory,
     find,
-    is_loopback,
-    is_wildcard,
     load,
     parse,
-    read_keys,
     resolve,
-    split_address,
     to_builtins,
     to_toml,
 )
 from kvd.errors import ConfigError
 from kvd.host import Host, parse_meminfo
+from kvd.keys import read_keys
 
 HOST = Host(
     name="node-a",

@@ -1,8 +1,7 @@
-"""The peer handshake: two machines wired together in memory, and everything that must not get through."""
+"""The peer handshake between two that mean well: what they agree on, and what they tell each other when they can't."""
 
 import dataclasses
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,55 +10,28 @@ from kvd.errors import (
     AuthenticationFailed,
     FingerprintMismatch,
     InvalidArgument,
-    PeerUnreachable,
     ProtocolError,
     ShuttingDown,
     VersionMismatch,
 )
 from kvd.types import Lane
 from kvd.wire import auth, handshake, machine
-from kvd.wire.framing import frame
-from kvd.wire.handshake import Acceptor, Dialler, LaneDialler
-from kvd.wire.hello import MAGIC, MAX_MESSAGE, PREFACE, Identity, Kind
-from kvd.wire.machine import Established, Failed, LaneEstablished
+from kvd.wire.handshake import LaneDialler
+from kvd.wire.hello import MAGIC, PREFACE, Kind
+from kvd.wire.machine import Established, LaneEstablished
 from kvd.wire.messages import WIRE_VERSION
-
-KEY, OTHER = b"k" * 32, b"o" * 32
-FINGERPRINT = {"lease_layout": 1, "entry_order": "token-major"}
-SESSION = b"s" * 16
-A = Identity(node="a", boot="a1", address="10.0.0.1:7440", fingerprint=FINGERPRINT, fabrics=("tcp",), keys=(KEY,))
-B = dataclasses.replace(A, node="b", boot="b1", address="[fd00::2]:7440")
-
-
-def dialler(identity=A, expect="b", nonce=b"d" * 32):
-    return Dialler(identity, expect=expect, nonce=nonce)
-
-
-def acceptor(identity=B, nonce=b"a" * 32, find_lane=lambda session, lane: None):
-    return Acceptor(identity, nonce=nonce, session=SESSION, token=b"t" * 32, find_lane=find_lane)
-
-
-def connect(left, right, cut=lambda data: [data]):
-    """Carry bytes both ways, in the pieces that ``cut`` makes, until nothing moves; each side's event."""
-    events = {left: [], right: []}
-    moving = True
-    while moving:
-        moving = False
-        for sender, receiver in ((left, right), (right, left)):
-            data = sender.data_to_send()
-            moving = moving or bool(data)
-            for piece in cut(data):
-                events[receiver] += receiver.receive_data(piece)
-    assert len(events[left]) <= 1
-    assert len(events[right]) <= 1
-    return (events[left] or [None])[0], (events[right] or [None])[0]
-
-
-def plain(identity):
-    return dataclasses.replace(identity, keys=())
-
-
-# --- what works ---------------------------------------------------------------------------------------------------
+from tests.unit.handshake_helpers import (
+    KEY,
+    OTHER,
+    SESSION,
+    A,
+    B,
+    acceptor,
+    connect,
+    dialler,
+    plain,
+    refused,
+)
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -144,19 +116,7 @@ def test_no_secret_is_shown_or_sent():
         assert repr(at_a.lane_key) not in repr(thing)
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------
-
-
-def refused(left, right, error, *, by_left=False):
-    """Both sides must fail with ``error`` and the same sentence; returns the two errors."""
-    at_left, at_right = connect(left, right)
-    assert isinstance(at_left, Failed)
-    assert isinstance(at_right, Failed)
-    assert type(at_left.error) is error
-    assert type(at_right.error) is error
-    assert at_left.error.message == at_right.error.message
-    assert (at_left.remote, at_right.remote) == (not by_left, by_left)
-    return at_left.error, at_right.error
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_key_is_refused_without_saying_what_was_wrong():
@@ -275,155 +235,7 @@ def test_what_does_not_fit_a_message_is_refused_at_once():
         dialler(dataclasses.replace(A, fingerprint={"x": "y" * 5000}))
 
 
-# --- attacks ------------------------------------------------------------------------------------------------------
-
-
-def test_a_nonce_that_comes_back_is_refused():
-    refused(dialler(nonce=b"n" * 32), acceptor(nonce=b"n" * 32), ProtocolError)
-
-
-def test_a_mirror_is_no_peer():
-    left = dialler()
-    (event,) = left.receive_data(left.data_to_send())
-    assert isinstance(event.error, ProtocolError)
-
-
-def test_an_acceptors_proof_is_no_diallers_proof():
-    """Reflection: what one side of a connection proves is useless in the other role."""
-    transcript = b"h" * 32
-    for role in (auth.DIALLER, auth.ACCEPTOR, auth.LANE_DIALLER, auth.LANE_ACCEPTOR):
-        proof = auth.prove(KEY, role, transcript)
-        accepted = [
-            other
-            for other in (auth.DIALLER, auth.ACCEPTOR, auth.LANE_DIALLER, auth.LANE_ACCEPTOR)
-            if auth.matching_key([OTHER, KEY], other, transcript, proof) == KEY
-        ]
-        assert accepted == [role]
-
-
-def test_a_relay_of_challenges_to_the_victim_itself_fails():
-    """The attacker answers the victim's challenge with a proof that it got from the victim as a dialler."""
-    victim_in = acceptor(B)
-    victim_out = Dialler(B, expect="a", nonce=b"v" * 32)
-    mallory = Dialler(dataclasses.replace(A, keys=(OTHER,)), expect="b", nonce=b"m" * 32)
-    victim_in.receive_data(mallory.data_to_send())
-    challenge = victim_in.data_to_send()
-    # victim_out believes to be answered by a; its proof covers its own hello, so the relayed one is wrong.
-    relayed = challenge.replace(b"\xa1b", b"\xa1a", 1)
-    victim_out.data_to_send()
-    victim_out.receive_data(relayed)
-    stolen = victim_out.data_to_send()
-    (event,) = victim_in.receive_data(stolen)
-    assert isinstance(event, Failed)
-
-
-@given(st.integers(0, 10_000), st.integers(1, 255))
-def test_no_changed_byte_survives(at, flip):
-    """Whatever byte an attacker changes on the way to the acceptor, no session comes of it."""
-    left, right = dialler(), acceptor()
-    seen, events = 0, []
-    for _ in range(6):
-        stream = bytearray(left.data_to_send())
-        if seen <= at < seen + len(stream):
-            stream[at - seen] ^= flip
-        seen += len(stream)
-        events += right.receive_data(bytes(stream))
-        left.receive_data(right.data_to_send())
-    established = [event for event in events if isinstance(event, Established)]
-    assert bool(established) == (at >= seen)
-
-
-def test_a_recorded_handshake_cannot_be_replayed():
-    left, right = dialler(), acceptor(nonce=b"1" * 32)
-    record = []
-    connect(left, right, lambda data: (record.append(data), [data])[1])
-    again = acceptor(nonce=b"2" * 32)
-    events = [event for data in record[::2] for event in again.receive_data(data)]
-    assert [type(event.error) for event in events] == [AuthenticationFailed]
-
-
-# --- foreign bytes ------------------------------------------------------------------------------------------------
-
-TLS = bytes.fromhex("16030100c8010000c40303") + b"\x5a" * 190
-
-
-@pytest.mark.parametrize(
-    ("data", "hint"),
-    [(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"), (TLS, "TLS"), (b"\x00", "first bytes"), (b"KVD", "kvd")],
-)
-@pytest.mark.parametrize("make", [acceptor, dialler])
-def test_foreign_bytes_end_it_without_an_answer(make, data, hint):
-    machine = make()
-    machine.data_to_send()
-    (event,) = machine.receive_data(data)
-    assert isinstance(event.error, ProtocolError)
-    assert hint in event.error.message
-    assert machine.data_to_send() == b""
-    assert machine.receive_data(b"more") == []
-
-
-@given(st.binary(max_size=300), st.sampled_from([Kind.CONTROL, Kind.LANE]))
-def test_random_bytes_behind_a_right_preface_fail_or_wait(data, kind):
-    machine = acceptor()
-    events = machine.receive_data(PREFACE.pack(MAGIC, WIRE_VERSION, kind) + data)
-    assert all(isinstance(event, Failed) for event in events)
-    assert len(machine.data_to_send()) <= PREFACE.size + MAX_MESSAGE + 4
-
-
-def test_an_oversized_message_is_refused_at_its_length():
-    machine = acceptor()
-    (event,) = machine.receive_data(
-        PREFACE.pack(MAGIC, WIRE_VERSION, Kind.CONTROL) + (MAX_MESSAGE + 1).to_bytes(4, "little")
-    )
-    assert isinstance(event.error, ProtocolError)
-    assert event.error.fields["limit"] == MAX_MESSAGE
-    assert machine.data_to_send()
-
-
-def test_arrays_that_claim_too_much_are_refused_unread():
-    """Each claims 131,072 items; 800 of them, nested, would have a gigabyte reserved for four thousand bytes."""
-    machine = acceptor()
-    (event,) = machine.receive_data(
-        PREFACE.pack(MAGIC, WIRE_VERSION, Kind.CONTROL) + frame(b"\xdd\x00\x02\x00\x00" * 800)
-    )
-    assert isinstance(event.error, ProtocolError)
-    assert "131072 exceeds" in event.error.message
-
-
-def test_a_truncated_handshake_says_so():
-    left, right = dialler(), acceptor()
-    right.receive_data(left.data_to_send()[:-1])
-    (event,) = right.receive_eof()
-    assert isinstance(event.error, PeerUnreachable)
-    assert right.receive_eof() == []
-    (event,) = left.receive_eof()
-    assert "before it sent a byte" in event.error.message
-
-
-def test_a_message_that_is_not_due_is_refused():
-    left, right = dialler(), acceptor()
-    hello = left.data_to_send()
-    right.receive_data(hello)
-    right.data_to_send()
-    (event,) = right.receive_data(hello[PREFACE.size :])
-    assert isinstance(event.error, ProtocolError)
-    assert "Proof is due" in event.error.message
-
-
-def test_a_strangers_reject_is_clipped_and_its_code_checked():
-    left = dialler()
-    left.data_to_send()
-    body = msgspec.msgpack.encode(
-        {"type": "reject", "code": "OUT_OF_MEMORY", "message": "\x1b[31m" + "x" * 3000, "fields": {}}
-    )
-    (event,) = left.receive_data(PREFACE.pack(MAGIC, WIRE_VERSION, Kind.ANSWER) + frame(body))
-    assert type(event.error) is ProtocolError
-    assert event.remote
-    assert "\x1b" not in event.error.message
-    assert len(event.error.message) < 800
-
-
-# --- lanes --------------------------------------------------------------------------------------------------------
+# --- lanes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keyed", [True, False])

@@ -23,26 +23,9 @@ from kvd.layout.notation import (
     placed_to_wire,
     to_wire,
 )
-from tests.unit.layout_oracle import layouts, placements
+from tests.unit.layout_oracle import TOML, layouts, placements
 
 SIZES = {"l": 2, "h": 3, "t": 13, "d": 4}
-
-TOML = """
-name = "my-npu"
-order = "l kv || B h T D | F G r c"
-codec = "bf16"
-padding = true
-table = "B"
-
-[axes]
-t = "B:* T:1 F:2 r:16"
-d = "D:* G:2 c:16"
-
-[placement]
-kind = "round-robin"
-channels = 8
-alignment = 64
-"""
 
 
 def test_toml_is_what_the_name_is():

@@ -13,20 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.errors import FingerprintMismatch, InvalidArgument, InvalidProfile
-from kvd.importance.groups import ImportanceStore
-from kvd.importance.matrix import ImportanceMatrix
+from kvd.errors import InvalidArgument, InvalidProfile
 from kvd.profiling import files
 from kvd.profiling.files import decode, encode, fingerprint, read, write
-from kvd.profiling.profile import Profile, ProfileGroup, for_model
-from tests.profiles import CREATED, SPEC, matrix, plain, profile, profiles
+from kvd.profiling.profile import Profile
+from tests.profiles import SPEC, plain, profile, profiles
 
 Edit = Callable[[dict[str, str], dict[str, Any], dict[str, np.ndarray[Any, Any]]], None]
 
@@ -364,75 +361,6 @@ def test_imports_are_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_a_profile_is_for_its_model_only() -> None:
-    mine = profile()
-    assert for_model(mine, SPEC) is mine
-    # Another type of the same cache takes other bytes, but selects alike.
-    assert for_model(mine, msgspec.structs.replace(SPEC, dtype="fp8", entry_bytes=128)) is mine
-    other = msgspec.structs.replace(SPEC, model="org/other", layers=6)
-    with pytest.raises(FingerprintMismatch, match="org/other") as caught:
-        for_model(mine, other)
-    assert caught.value.fields == {"model": ["org/model", "org/other"], "layers": [4, 6]}
-    for name, value in (("revision", ""), ("kv_heads", 8)):
-        with pytest.raises(FingerprintMismatch) as caught:
-            for_model(mine, msgspec.structs.replace(SPEC, **{name: value}))
-        assert list(caught.value.fields) == [name]
-
-
-def test_its_groups_go_into_the_store() -> None:
-    store = ImportanceStore()
-    mine = profile()
-    snapshot = store.replace(mine.model, mine.importance, layers=SPEC.layers)
-    assert snapshot.matrix(700) is mine.groups[0].matrix
-    assert snapshot.matrix(5000) is mine.groups[1].matrix
-
-
-def test_transfer_times_follow_the_bytes_of_an_entry() -> None:
-    timing, half = profile().timing(), profile().timing(entry_bytes=128)
-    assert timing is not None
-    assert half is not None
-    assert timing.transfer_s(1024) == 1.4
-    assert half.transfer_s(1024) == pytest.approx(0.7)
-    assert half.prefill_s(1024) == timing.prefill_s(1024)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"model": ""},
-        {"model": "x" * 2000},
-        {"revision": "\ud800"},
-        {"layers": 3},
-        {"kv_heads": 0},
-        {"entry_bytes": 0},
-        {"link_rate": -1},
-        {"parameters": {"": 1}},
-        {"parameters": {"a": float("nan")}},
-        {"parameters": {"a": 1 << 60}},
-        {"parameters": {"a": [1]}},
-        {"parameters": {str(at): at for at in range(65)}},
-        {"created": CREATED.replace(tzinfo=None)},
-        {"groups": ()},
-        {"groups": (ProfileGroup(1, 2, matrix()), ProfileGroup(2, 4, matrix(blocks=9)))},
-        {"groups": (ProfileGroup(1, 2, matrix(), -1),)},
-        {"groups": tuple(ProfileGroup(at, at + 1, ImportanceMatrix(np.ones((4, 1)))) for at in range(1, 66))},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_a_profile_that_makes_no_sense_can_not_be_made(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        profile(**fields)
-
-
-def test_nobody_can_change_its_parameters() -> None:
-    given_parameters = {"share": 0.1}
-    mine = profile(parameters=given_parameters)
-    given_parameters["share"] = 0.2
-    assert mine.parameters["share"] == 0.1
-    with pytest.raises(TypeError):
-        mine.parameters["share"] = 0.3  # type: ignore[index]
 
 
 def test_more_than_a_file_holds_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
