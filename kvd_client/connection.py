@@ -90,7 +90,9 @@ class Connection(Exchange):
                 )
             dropped = functools.partial(self._orphans.append, Release(transfer=reply.transfer))
             channels = map_channels(reply.tensors, fds[1:])
-            part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped), channels)
+            # A source writes every page; a sink may read few, and the kernel maps its faults' neighbours with them.
+            source = isinstance(message, OpenSource)
+            part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped, whole=source), channels)
         except BaseException:
             if isinstance(reply, Opened):
                 self._orphans.append(Release(transfer=reply.transfer))

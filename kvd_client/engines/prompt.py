@@ -40,8 +40,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +54,7 @@ from kvd_client.engines._selective_steps import entries_of
 from kvd_client.errors import InvalidArgument
 from kvd_client.lanes import NOTHING
 from kvd_client.protocol import MAX_FRAME
-from kvd_client.selectors.base import Arrays, Index, Selector, Shape
+from kvd_client.selectors.base import Arrays, Index, ScoringSelector, Selector, Shape, best
 
 QUERIES = 16
 """w: how many of the prompt's last queries are asked."""
@@ -165,12 +166,12 @@ class PromptQueries:
         queries = torch.cat([queries, queries[:, :, -1:]], 2)
         if self._project is not None and all(each.inputs for each in kept):
             queries = self._moved(layer, torch.stack([torch.cat(each.inputs) for each in kept]), queries)
-        count = queries.shape[2] - 1
-        indices = self._selector.select_many(
-            self._shape, queries[:, :, :count], arrays, self._k, layer=layer, steps=[0] * count
-        )
-        narrow = self._selector.select(self._shape, queries[:, :, count:], arrays, self._narrow, layer=layer, step=0)
-        return [*indices, narrow]
+        count, selector, shape = queries.shape[2] - 1, self._selector, self._shape
+        if _selects_by_scores(selector):  # which both sizes share
+            scores = selector.scores(shape, queries, arrays, layer=layer)
+            return best(scores, shape.lengths, np.array([self._k] * count + [self._narrow], np.int64).T)
+        indices = selector.select_many(shape, queries[:, :, :count], arrays, self._k, layer=layer, steps=[0] * count)
+        return [*indices, selector.select(shape, queries[:, :, count:], arrays, self._narrow, layer=layer, step=0)]
 
     def _positions(self) -> torch.Tensor:
         """(rows, w + 2): where each query asks from, then the newest again, for the narrow selection from the next
@@ -218,6 +219,16 @@ def asked_tokens(lengths: Sequence[int], computed_from: int, most: int = QUERIES
     return torch.tensor([[length - 1 - distance for distance in reversed(distances)] for length in lengths])
 
 
+def _selects_by_scores(selector: Selector) -> TypeGuard[ScoringSelector]:
+    """Whether nothing but its scores decides what a selector takes."""
+    kind = type(selector)
+    return (
+        isinstance(selector, ScoringSelector)
+        and kind.select is ScoringSelector.select
+        and kind.select_many is ScoringSelector.select_many
+    )
+
+
 def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS, *, by_head: bool = False) -> Shares:
     """(c_1 + 2 c_w)/3 of w indices, c_1 being the last one's; over all KV heads of a row, or of each ``by_head``.
     Blocks without a token have 0."""
@@ -225,11 +236,21 @@ def shares_of(shape: Shape, indices: Sequence[Index], blocks: int = BLOCKS, *, b
     blocks = max(1, min(blocks, shape.longest, _MOST_BYTES // (4 * rows)))
     lengths = np.repeat(np.array(shape.lengths, np.int64), rows // shape.rows)
     last, all_ = np.zeros((2, rows, blocks), np.int64)
-    for counts, some in ((last, indices[-1:]), (all_, indices)):
-        entries = np.concatenate(some, axis=1)
-        entries[entries == NOTHING] = np.iinfo(np.int32).max
-        accumulate_blocks(entries, counts, lengths, beyond="skip")
-    edges = -(-np.arange(blocks + 1) * lengths[:, None] // blocks)
-    chances = np.maximum(np.diff(edges, axis=1), 1) * heads
-    found: Shares = ((last + 2 * all_ / max(len(indices), 1)) / (3 * chances)).astype(np.float32)
+    for counts, some in ((last, indices[-1:]), (all_, indices[:-1])):
+        if some:
+            entries = np.concatenate(some, axis=1)
+            entries[entries == NOTHING] = np.iinfo(np.int32).max
+            accumulate_blocks(entries, counts, lengths, beyond="skip")
+    all_ += last
+    chances = _chances(shape.lengths, rows, blocks, heads)
+    found: Shares = ((last + 2 / max(len(indices), 1) * all_) / (3 * chances)).astype(np.float32)
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _chances(lengths: tuple[int, ...], rows: int, blocks: int, heads: int) -> npt.NDArray[np.float64]:
+    """(rows, blocks): how often one query can select of each block; 1 where it has no token. Read-only."""
+    edges = -(-np.arange(blocks + 1) * np.repeat(np.array(lengths), rows // len(lengths))[:, None] // blocks)
+    found: npt.NDArray[np.float64] = np.maximum(np.diff(edges, axis=1) * heads, 1).astype(np.float64)
+    found.setflags(write=False)
     return found

@@ -7,10 +7,12 @@ import contextlib
 import fcntl
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -330,6 +332,28 @@ def test_a_mapping_is_shared_until_it_is_retired():
     assert not view.any()
     view[:] = 8
     assert os.pread(fd, 1, 4096) == b"\x07"
+    os.close(fd)
+
+
+def resident(view: np.ndarray) -> int:
+    """Bytes of its mapping that this process can touch without a fault."""
+    address, inside = view.__array_interface__["data"][0], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the view is not mapped")
+
+
+def test_who_writes_all_of_a_lease_has_all_of_it_mapped_at_once():
+    fd = sealed_memfd(64 * 4096)
+    os.posix_fallocate(fd, 0, 64 * 4096)
+    view = np.asarray(Mapping(fd, 4096, 50 * 4096))
+    whole = np.asarray(Mapping(fd, 4096, 50 * 4096, whole=True))
+    assert (resident(view), resident(whole)) == (0, 50 * 4096)
+    whole[:] = 7
+    assert view.all()
     os.close(fd)
 
 

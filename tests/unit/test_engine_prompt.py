@@ -84,6 +84,31 @@ def test_the_last_queries_whatever_the_chunks(chunk: int | None) -> None:
             assert np.mean([np.isin(a, b).mean() for a, b in zip(mine, its, strict=True)]) > 0.95
 
 
+@pytest.mark.parametrize("name", ["exact", "quest"])
+def test_two_sizes_of_one_selection_share_its_scores(name: str) -> None:
+    plain = create(name)
+    asked: list[int] = []
+
+    class Chooses(type(plain)):  # type: ignore[misc]
+        """Has a way of its own to select, and so it is asked for both."""
+
+        def select_many(self, shape: Shape, queries: Any, *args: Any, **how: Any) -> Any:
+            asked.append(queries.shape[2])
+            return super().select_many(shape, queries, *args, **how)
+
+    for selector in (plain, Chooses()):
+        transfer, told = run("llama-gqa", selector, [190, 161])
+        if selector is plain:
+            expected, ranked = told, transfer.rankings
+    assert asked == [QUERIES, 1] * 2
+    for layer, indices in told.items():
+        for mine, its in zip(indices, expected[layer], strict=True):
+            assert mine.shape == its.shape
+            # Products of another number of queries may differ in the last bit, which may tip a token.
+            assert np.mean([np.isin(a, b).mean() for a, b in zip(mine, its, strict=True)]) > 0.95
+        assert np.abs(transfer.rankings[layer] - ranked[layer]).mean() < 0.01
+
+
 def rotated(query: Any, positions: Any, theta: float) -> Any:
     """RoPE in float64: (heads, tokens, head dim) at positions (tokens,)."""
     half = query.shape[-1] // 2
