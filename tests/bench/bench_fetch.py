@@ -1,9 +1,10 @@
 """A 64 KiB fetch on an idle link and beside a bulk backlog of 200 MB, on two hosts joined by a shaped veth pair.
 
-``python -m tests.bench.bench_fetch [--rate 200mbit 1gbit] [--fetches 200]``, as root. The link is shaped by the kernel
-(tbf), not by kvd: what kvd keeps on its way is its own doing. Prints the distribution of both, what the link carries of
-bulk alone and how much of it is in flight then, and the mark: beside the backlog, the 99th percentile is at most twice
-the idle one plus the time that the link takes for one such window.
+``python -m tests.bench.bench_fetch [--rate 200mbit 1gbit] [--bands] [--fetches 200]``, as root. The link is shaped by
+the kernel (tbf), not by kvd: what kvd keeps on its way is its own doing. It has one queue, as a bottleneck in the
+network has; with ``--bands`` one that is sorted by priority, as a host's own is. Prints the distribution of both, what
+the link carries of bulk alone and how much of it is in flight then, and the mark: beside the backlog, the 99th
+percentile is at most twice the idle one plus the time that the link takes for one such window.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", nargs="+", default=["200mbit", "1gbit"], help="of the link, as tc writes it")
     parser.add_argument("--fetches", type=int, default=200)
+    parser.add_argument("--bands", action="store_true", help="what waits for the link is sorted by priority")
     options = parser.parse_args()
     if why_not():
         raise SystemExit(f"bench_fetch: {why_not()}")
     for rate in options.rate:
-        print(f"link {rate}")
-        on_link(rate, options.fetches)
+        print(f"link {rate}, {'sorted by priority' if options.bands else 'one queue'}")
+        on_link(rate, options.bands, options.fetches)
 
 
-def on_link(rate: str, fetches: int) -> None:
+def on_link(rate: str, bands: bool, fetches: int) -> None:
     """Measure between two new daemons on a link of this rate."""
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
         for host in hosts:
-            host.shape(rate)
+            host.shape(rate, bands=bands)
         key = Path(folder) / "key"
         key.touch(mode=0o600)
         key.write_text(secrets.token_hex(32))
