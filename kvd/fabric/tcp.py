@@ -1,8 +1,9 @@
 """Moves bytes over two TCP connections a peer, one for each lane; works everywhere and is the default.
 
 The far side's daemon receives straight into the granted memory and checks every access (:mod:`kvd.fabric.frames` is the
-protocol). What may be on its way is bounded a lane, little of it sits in the bulk connection's socket, and an
-optional rate limit covers both lanes, with the urgent one going first.
+protocol). What may be on its way is bounded a lane, little of it sits in the bulk connection's socket, packets of the
+urgent one go first where this host's queue sorts by priority, and an optional rate limit covers both lanes, with the
+urgent one going first.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ PIECE_S = 0.002
 MAX_OFFSET = 2**63 - 1
 TIMER_S = 0.001
 """Event loops count milliseconds."""
+PRIORITY = 6
+"""TC_PRIO_INTERACTIVE of linux/pkt_sched.h, the highest that needs no privilege."""
 BURST_BYTES = 2 << 20
 """How much is handed to the kernel before the event loop gets its turn."""
 
@@ -70,7 +73,7 @@ class TcpEndpoint(Endpoint):
         self._closed = asyncio.Event()
         for lane, sock in streams.items():
             # With a rate, what takes the link four pieces' time.
-            _configure(sock, min(fabric.unsent_bytes, 4 * piece) if lane is Lane.BULK else 0)
+            _configure(sock, lane, min(fabric.unsent_bytes, 4 * piece))
         self._lanes = {lane: self._make_lane(lane, streams[lane], secret, dialled) for lane in Lane}
         fabric.endpoints.add(self)
 
@@ -317,14 +320,19 @@ def _make_seal(protection: Protection, key: bytes) -> Seal:
     return Checksum() if protection is Protection.CHECKSUM else NoSeal()
 
 
-def _configure(sock: socket.socket, unsent_bytes: int) -> None:
+def _configure(sock: socket.socket, lane: Lane, unsent_bytes: int) -> None:
     sock.setblocking(False)
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     # On both: an acknowledgement must not wait for the peer's delayed one.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if unsent_bytes:
+    if lane is Lane.BULK:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes)
+        return
+    # What has been handed over of bulk can't be taken back, but this host's queue may let the urgent lane pass: Linux's
+    # own (pfifo_fast) does. Bulk stays what all other traffic is, which could starve it else.
+    with contextlib.suppress(OSError):  # a hint, which some sandboxes don't know
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, PRIORITY)
 
 
 def _peer_name(sock: socket.socket) -> str:

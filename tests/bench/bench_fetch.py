@@ -1,8 +1,10 @@
 """A 64 KiB fetch on an idle link and beside a bulk backlog of 200 MB, on two hosts joined by a shaped veth pair.
 
-``python -m tests.bench.bench_fetch [--rate 1gbit] [--fetches 200]``, as root. The link is shaped by the kernel (tbf),
-not by kvd: what kvd keeps on its way is its own doing. Prints the distribution of both, and the mark: beside the
-backlog, the 99th percentile is at most twice the idle one plus one window (`selective.fetch_delay_s`).
+``python -m tests.bench.bench_fetch [--rate 200mbit 1gbit] [--bands] [--fetches 200]``, as root. The link is shaped by
+the kernel (tbf), not by kvd: what kvd keeps on its way is its own doing. It has one queue, as a bottleneck in the
+network has; with ``--bands`` one that is sorted by priority, as a host's own is. Prints the distribution of both, what
+the link carries of bulk alone and how much of it is in flight then, and the mark: beside the backlog, the 99th
+percentile is at most twice the idle one plus the time that the link takes for one such window.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from kvd_client import Client, DecodeTransfer, KVSpec
@@ -24,20 +27,29 @@ SPEC = KVSpec(layers=4, kv_heads=8, entry_bytes=512, dtype="float16", model="ben
 TOKENS, ENTRIES = 2048, 16  # 8 heads x 16 entries x 512 B = 64 KiB
 BACKLOG = KVSpec(layers=32, kv_heads=8, entry_bytes=512, dtype="float16", model="backlog")
 BACKLOG_TOKENS = 1536  # 201 MB
-WINDOW_S = 0.01
+ALONE = msgspec.structs.replace(BACKLOG, layers=8)  # 50 MB
+SAMPLE_S = 0.02
 WAIT_S = 120.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    parser.add_argument("--rate", nargs="+", default=["200mbit", "1gbit"], help="of the link, as tc writes it")
     parser.add_argument("--fetches", type=int, default=200)
+    parser.add_argument("--bands", action="store_true", help="what waits for the link is sorted by priority")
     options = parser.parse_args()
     if why_not():
         raise SystemExit(f"bench_fetch: {why_not()}")
+    for rate in options.rate:
+        print(f"link {rate}, {'sorted by priority' if options.bands else 'one queue'}")
+        on_link(rate, options.bands, options.fetches)
+
+
+def on_link(rate: str, bands: bool, fetches: int) -> None:
+    """Measure between two new daemons on a link of this rate."""
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
         for host in hosts:
-            host.shape(options.rate)
+            host.shape(rate, bands=bands)
         key = Path(folder) / "key"
         key.touch(mode=0o600)
         key.write_text(secrets.token_hex(32))
@@ -48,7 +60,6 @@ def main() -> None:
                 config = {
                     "peers": {"key_file": str(key)},
                     "memory": {"pool": "512MiB"},
-                    "selective": {"fetch_delay_s": WINDOW_S},
                     "log": {"level": "warning"},
                 }
                 daemon = DaemonProcess(
@@ -61,14 +72,15 @@ def main() -> None:
                 )
                 daemons.append(daemon.start())
             with daemons[0].client() as source, daemons[1].client() as sink:
-                measure(source, sink, options.fetches, options.rate)
+                measure(source, sink, fetches, (daemons[0].pid, daemons[1].pid))
         finally:
             for daemon in daemons:
                 daemon.destroy()
 
 
-def measure(source: Client, sink: Client, fetches: int, rate: str) -> None:
-    """Both distributions, one after the other, on one pair of transfers."""
+def measure(source: Client, sink: Client, fetches: int, pids: tuple[int, int]) -> None:
+    """Both distributions, one after the other, on one pair of transfers. ``pids`` are the source's daemon's
+    and the sink's."""
     with source.prefill("fetched", SPEC, [TOKENS], mode="parallel") as prefill:
         rng = np.random.default_rng(0)
         for layer in range(SPEC.layers):
@@ -82,6 +94,8 @@ def measure(source: Client, sink: Client, fetches: int, rate: str) -> None:
             decode.wait_ready(1, timeout_s=WAIT_S)
             one(decode, rng)
             idle = [one(decode, rng) for _ in range(fetches)]
+            show("idle", idle)
+            window_s = alone(source, sink, pids)
             with (
                 source.prefill("backlog", BACKLOG, [BACKLOG_TOKENS]) as bulk,
                 sink.decode("backlog", BACKLOG, [BACKLOG_TOKENS], source="prefill") as waiting,
@@ -89,19 +103,53 @@ def measure(source: Client, sink: Client, fetches: int, rate: str) -> None:
                 for layer in range(BACKLOG.layers):
                     bulk.layer_ready(layer)
                 waiting.wait_ready(0, timeout_s=WAIT_S)
-                busy = []
+                busy: list[float] = []
                 while len(busy) < fetches and not waiting.poll_ready(BACKLOG.layers - 2):
                     busy.append(one(decode, rng))
                 bulk.finish(wait=False)
                 waiting.wait_ready(timeout_s=WAIT_S)
-            show("idle", idle)
             show("backlog", busy)
-            bound = 2 * quantile(idle, 0.99) + WINDOW_S
+            bound = 2 * quantile(idle, 0.99) + window_s
             print(
-                f"link {rate}: p99 beside the backlog {1e3 * quantile(busy, 0.99):.2f} ms; the mark is twice the idle "
-                f"p99 plus one window: {1e3 * bound:.2f} ms"
+                f"p99 beside the backlog {1e3 * quantile(busy, 0.99):.2f} ms; the mark is twice the idle p99 plus one "
+                f"window: {1e3 * bound:.2f} ms"
             )
         prefill.abort("the benchmark is over")
+
+
+def alone(source: Client, sink: Client, pids: tuple[int, int]) -> float:
+    """Seconds that the link takes for what is in flight of bulk with nothing beside it."""
+    with (
+        source.prefill("alone", ALONE, [BACKLOG_TOKENS]) as bulk,
+        sink.decode("alone", ALONE, [BACKLOG_TOKENS], source="prefill") as waiting,
+    ):
+        start = time.perf_counter()
+        for layer in range(ALONE.layers):
+            bulk.layer_ready(layer)
+        bulk.finish(wait=False)
+        waiting.wait_ready(0, timeout_s=WAIT_S)
+        samples = []
+        while not waiting.poll_ready(ALONE.layers - 2):
+            samples.append(in_flight(pids))
+            time.sleep(SAMPLE_S)
+        waiting.wait_ready(timeout_s=WAIT_S)
+        rate = ALONE.layers * BACKLOG_TOKENS * ALONE.kv_heads * ALONE.entry_bytes / (time.perf_counter() - start)
+    nbytes = statistics.median(samples)
+    print(
+        f"alone    {rate / 1e6:.1f} MB/s of bulk, {nbytes / 1e3:.0f} kB of it in flight: a window of "
+        f"{1e3 * nbytes / rate:.2f} ms"
+    )
+    return nbytes / rate
+
+
+def in_flight(pids: tuple[int, int]) -> int:
+    """Bytes on their way on the connection that has most of them: what the first process's host has not been told to
+    have arrived, and what the second's has and the process has not taken."""
+    queues = []
+    for pid, column in zip(pids, (0, 1), strict=True):
+        lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+        queues.append(max(int(line.split()[4].split(":")[column], 16) for line in lines))
+    return sum(queues)
 
 
 def one(decode: DecodeTransfer, rng: np.random.Generator) -> float:

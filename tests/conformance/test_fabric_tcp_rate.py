@@ -13,7 +13,7 @@ from kvd.fabric import frames
 from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
 from kvd.fabric.frames import HEADER_BYTES, Kind, Protection
 from kvd.fabric.tcp import TcpFabric
-from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S
+from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S, PRIORITY
 from kvd.types import Lane
 from tests.conformance.tcp_peer import Bringup, Peer, against_peer, lost, settle
 
@@ -117,6 +117,19 @@ async def test_early_messages_wait_for_the_owner():
     await side.until(lambda: len(side.messages) == 1)
     await fabric.close()
     peer.close()
+
+
+async def test_the_urgent_lane_goes_first_in_a_queue_that_sorts_and_bulk_keeps_little_in_its_socket():
+    fabric, pairs = TcpFabric(unsent_bytes=65_536), {lane: tcp_pair() for lane in Lane}
+    streams = {lane: pair[0] for lane, pair in pairs.items()}
+    await fabric.connect(Bringup(streams, frames.pack_hello(fabric.protection)))
+    priorities = {lane: sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) for lane, sock in streams.items()}
+    assert priorities == {Lane.URGENT: PRIORITY, Lane.BULK: 0}
+    assert streams[Lane.BULK].getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 65_536
+    assert streams[Lane.URGENT].getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) != 65_536
+    await fabric.close()
+    for pair in pairs.values():
+        pair[1].close()
 
 
 @pytest.mark.parametrize("answer", [b"", b"GET / HTTP/1.1", frames.pack_hello() + b"x", FabricError("no"), None])

@@ -38,11 +38,13 @@ class Host:
     def run(self, *command: str) -> None:
         subprocess.run([*self.prefix, *command], check=True, capture_output=True, text=True)
 
-    def shape(self, rate: str, burst: str = "64kb", latency: str = "50ms") -> None:
-        """Limit what leaves this host (token bucket)."""
-        self.run(
-            "tc", "qdisc", "replace", "dev", self.link, "root", "tbf", "rate", rate, "burst", burst, "latency", latency
-        )
+    def shape(self, rate: str, burst: str = "64kb", latency: str = "50ms", *, bands: bool = False) -> None:
+        """Limit what leaves this host (token bucket). ``bands``: what waits is sorted by priority, as Linux does where
+        the device limits the rate."""
+        bucket = ["handle", "1:", "tbf", "rate", rate, "burst", burst, "latency", latency]
+        self.run("tc", "qdisc", "replace", "dev", self.link, "root", *bucket)
+        if bands:
+            self.run("tc", "qdisc", "replace", "dev", self.link, "parent", "1:1", "pfifo_fast")
 
 
 @contextlib.contextmanager
