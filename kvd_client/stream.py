@@ -177,7 +177,7 @@ def _dial(path: str, timeout_s: float) -> socket.socket:
                 sock.getpeername()
                 connected = True
             except OSError as error:  # a signal has ended the wait, which Python takes for a connection
-                if error.errno != errno.ENOTCONN:
+                if error.errno != errno.ENOTCONN or time.monotonic() > deadline:
                     raise
         sock.setblocking(False)
     except OSError as error:
