@@ -88,7 +88,12 @@ class Learner:
         """The one that was used last is last."""
         self._sources: dict[Key, collections.OrderedDict[NodeId, None]] = {}
         self._outbox: collections.OrderedDict[tuple[Key, int], Learnt] = collections.OrderedDict()
-        for path in sorted(folder.glob(f"*{SUFFIX}")) if folder is not None and folder.is_dir() else []:
+        try:
+            paths = sorted(folder.glob(f"*{SUFFIX}")) if folder is not None and folder.is_dir() else []
+        except OSError as error:
+            log.warning("learnt importance not used, begun anew", file=str(folder), reason=error.strerror)
+            paths = []
+        for path in paths:
             self._load(path, now)
 
     def __len__(self) -> int:

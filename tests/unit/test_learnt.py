@@ -373,3 +373,15 @@ def test_one_name_is_one_model_whatever_the_length(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="give one name"):
         report(one, ImportanceMatrix(np.full((8, 4), 0.5, np.float32)), spec=other, length=5000)
     assert len(one.unsaved()) == 1
+
+
+@pytest.mark.parametrize("made", [Learner, Profiles])
+def test_a_folder_that_can_not_be_read_keeps_no_daemon_from_starting(
+    made: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    folder = Path("/locked/inner")
+    assert learner(folder=folder).statuses(0.0) == [] if made is Learner else made(folder).installed() == []
