@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main() -> None:
     """Run the command line; exits the process."""
     open_standard_files()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of others may have what this terminal's encoding has not
+            stream.reconfigure(errors="replace")
     try:
         from kvd.cli.main import app  # here, so that Ctrl-C ends this as quietly as all that follows
 

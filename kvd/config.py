@@ -249,7 +249,7 @@ def resolve(
     if peers.key_file and not os.path.isabs(peers.key_file):
         beside = path.absolute().parent if path else Path.cwd()
         credential = Path(environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), peers.key_file)
-        found = credential if credential.exists() else beside / peers.key_file
+        found = credential if os.path.exists(credential) else beside / peers.key_file
         peers = replace(peers, key_file=str(found))
     if not memory.pool:
         half = host.memory // 2 >> 20 << 20

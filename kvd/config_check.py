@@ -231,6 +231,21 @@ def _profile(config: Config) -> Iterator[Problem]:
         yield _error("profile.state", f"{profile.state} must be an absolute path")
     elif profile.learn and profile.state and os.path.exists(profile.state) and not os.path.isdir(profile.state):
         yield _error("profile.state", f"{profile.state} is no folder; name one, or leave it to StateDirectory=")
+    elif profile.learn and profile.state:
+        yield from _folder("profile.state", profile.state)
+    if config.selective.profiles:
+        yield from _folder("selective.profiles", config.selective.profiles)
+
+
+def _folder(key: str, path: str) -> Iterator[Problem]:
+    """A folder that the daemon writes to, and makes if need be; it does without if it can't."""
+    found = os.path.abspath(path)
+    while not os.path.exists(found):  # which says no where this user may not look
+        found = os.path.dirname(found)
+    if not os.path.isdir(found):
+        yield _warning(key, f"{found} is no folder, so nothing is kept in {path}")
+    elif not os.access(found, os.R_OK | os.W_OK | os.X_OK):
+        yield _warning(key, f"user {os.geteuid()} may not write to {found}, so nothing is kept in {path}")
 
 
 def _fabric(config: Config, fabrics: Collection[str]) -> Iterator[Problem]:

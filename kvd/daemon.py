@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import secrets
@@ -17,7 +18,7 @@ from kvd import log as logs
 from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
 from kvd.config import Config, Npu
-from kvd.errors import ConfigError, InvalidArgument, ShuttingDown
+from kvd.errors import ConfigError, InvalidArgument, KvdError, ShuttingDown
 from kvd.fabric import choice, registry
 from kvd.fabric.base import Fabric
 from kvd.importance.learning import HalfLife
@@ -282,7 +283,8 @@ class Daemon:
                 live = {session.node: session for session in self._peers.sessions()}
                 for node, message in learner.outgoing():
                     if node in live:
-                        live[node].send(message)
+                        with contextlib.suppress(KvdError):  # its session has ended; it learns what comes next
+                            live[node].send(message)
             if time.monotonic() - saved >= SAVE_S:
                 saved = time.monotonic()
                 self._saving = asyncio.create_task(asyncio.to_thread(_save, learner.unsaved()))

@@ -28,12 +28,12 @@ from kvd.errors import InvalidArgument, InvalidProfile, KvdError, NotFound
 from kvd.importance.learning import HalfLife, Learnt, Rates, check_rates, packed, unpacked
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix, resampled_columns
 from kvd.profiling import files
-from kvd.profiling.profile import MAX_BLOCKS, MAX_NAME, Parameter, Profile, ProfileGroup
+from kvd.profiling.profile import MAX_BLOCKS, Parameter, Profile, ProfileGroup
 from kvd.profiling.recorder import group_range
 from kvd.types import NodeId
 from kvd.wire import messages as wire
 from kvd_client.protocol import MAX_FRAME
-from kvd_client.spec import MAX_ENTRY_BYTES, MAX_HEADS, MAX_LAYERS, KVSpec
+from kvd_client.spec import MAX_ENTRY_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAME, KVSpec
 from kvd_client.statuses import LearntStatus
 
 log = structlog.get_logger("kvd.learnt")
@@ -88,7 +88,12 @@ class Learner:
         """The one that was used last is last."""
         self._sources: dict[Key, collections.OrderedDict[NodeId, None]] = {}
         self._outbox: collections.OrderedDict[tuple[Key, int], Learnt] = collections.OrderedDict()
-        for path in sorted(folder.glob(f"*{SUFFIX}")) if folder is not None and folder.is_dir() else []:
+        try:
+            paths = sorted(folder.glob(f"*{SUFFIX}")) if folder is not None and folder.is_dir() else []
+        except OSError as error:
+            log.warning("learnt importance not used, begun anew", file=str(folder), reason=error.strerror)
+            paths = []
+        for path in paths:
             self._load(path, now)
 
     def __len__(self) -> int:
@@ -168,6 +173,18 @@ class Learner:
     ) -> _Group:
         check_rates(rates, rates.shape)
         group = self._groups.get((key, low))
+        # One file holds all lengths of a model.
+        known = (
+            group.form
+            if group is not None
+            else next((g.form for (of, _), g in self._groups.items() if of == key), form)
+        )
+        if known[:2] != form[:2]:
+            raise InvalidArgument(
+                f"{key[0]} has {form[0]} layers and {form[1]} KV heads there, and {known[0]} and {known[1]} in what "
+                "was learnt; give one name and revision to one model only",
+                differ=[list(known[:2]), list(form[:2])],
+            )
         if group is None:
             started = self._start(key, low)
             values = None
@@ -175,12 +192,6 @@ class Learner:
                 values = self._fitted(started[0].values, rates.shape[1])
             fingerprint = started[1] if started is not None and values is not None else ""
             group = _Group(form, Learnt(rates.shape[0], rates.shape[1], values), fingerprint)
-        elif group.form[:2] != form[:2]:
-            raise InvalidArgument(
-                f"{key[0]} has {form[0]} layers and {form[1]} KV heads there, and {group.form[0]} and {group.form[1]} "
-                "in what was learnt; give one name and revision to one model only",
-                differ=[list(group.form[:2]), list(form[:2])],
-            )
         group.learnt.learn(rates, self._half_life, requests=requests, tokens=tokens)
         group.updated, group.dirty = now, True
         self._groups[key, low] = group
@@ -290,13 +301,20 @@ class Learner:
     # --- files ------------------------------------------------------------------------------------------------------
 
     def unsaved(self) -> list[tuple[Path, bytes]]:
-        """Files to be written (:func:`kvd.profiling.files.replace_file`), each a profile with all groups of a key."""
+        """Files to be written (:func:`kvd.profiling.files.replace_file`), each a profile with all groups of a key. One
+        that can't be a profile is said, and keeps no other from being written."""
         if self._folder is None:
             return []
+        found = []
         keys = dict.fromkeys(key for (key, _), group in self._groups.items() if group.dirty)
         for group in self._groups.values():
             group.dirty = False
-        return [(self._folder / _file_name(key), files.encode(self._profile(key))) for key in keys]
+        for key in keys:
+            try:
+                found.append((self._folder / _file_name(key), files.encode(self._profile(key))))
+            except KvdError as error:
+                log.warning("learnt importance not saved", model=key[0][:100], reason=error.message)
+        return found
 
     def _profile(self, key: Key) -> Profile:
         mine = sorted((low, group) for (of, low), group in self._groups.items() if of == key)

@@ -255,7 +255,12 @@ class Profiles:
 def _by_age(folder: Path) -> list[Path]:
     """The folder's profile files, the newest last: of two for one model, it is the one in use."""
     aged = []
-    for path in folder.glob("*.kvdprofile") if folder.is_dir() else []:
+    try:
+        paths = list(folder.glob("*.kvdprofile")) if folder.is_dir() else []
+    except OSError as error:
+        log.warning("profiles not used", file=str(folder), reason=error.strerror)
+        paths = []
+    for path in paths:
         with contextlib.suppress(OSError):  # removed meanwhile
             aged.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(aged)]

@@ -64,15 +64,31 @@ class Connection(Exchange):
                 socket=self.path,
             ) from error
         self._owned.extend(fds)
+        if isinstance(reply, Welcome):
+            self._check_descriptors(reply, fds)
         if not isinstance(reply, Welcome) or len(fds) != 3:
             raise ProtocolError(f"what listens at {self.path} answers, but not as a kvd daemon", socket=self.path)
         self.node, self.boot = reply.node, reply.boot
         ring_fd, wake_daemon, self._wake_fd = fds
         self._poll.register(self._wake_fd, select.POLLIN)
-        doorbell = Doorbell(ring_fd, wake_daemon)
+        try:
+            doorbell = Doorbell(ring_fd, wake_daemon)
+        except OSError as error:  # a mapping has a descriptor of its own
+            message = f"this process can't map its ring at the daemon: {error.strerror}; see ulimit -n and ulimit -v"
+            raise Busy(message, socket=self.path, errno=error.errno, retry_after_s=1.0) from None
         os.close(ring_fd)
         self._owned.remove(ring_fd)
         return doorbell
+
+    def _check_descriptors(self, reply: Welcome | Opened | CacheOpened, fds: list[int]) -> None:
+        if len(fds) < reply.descriptors:
+            raise Busy(
+                f"this process has no room for {reply.descriptors} more descriptors of its daemon; close files, or "
+                "raise its limit (ulimit -n)",
+                socket=self.path,
+                descriptors=reply.descriptors,
+                retry_after_s=1.0,
+            )
 
     # --- what is opened -------------------------------------------------------------------------------------------
 
@@ -80,8 +96,9 @@ class Connection(Exchange):
         """Open a transfer whose lease must have ``nbytes`` bytes, and map it."""
         reply, fds = self.request(message)
         try:
-            if not isinstance(reply, Opened) or not fds:
-                raise ProtocolError(f"the daemon answered an open with {type(reply).__name__}, {len(fds)} descriptors")
+            if not isinstance(reply, Opened) or not reply.descriptors:
+                raise ProtocolError(f"the daemon answered an open with {type(reply).__name__}")
+            self._check_descriptors(reply, fds)
             if reply.nbytes < nbytes or not 0 <= reply.slot < RING_SLOTS:
                 raise ProtocolError(
                     f"the daemon opened {reply.nbytes} bytes in slot {reply.slot} for a part of {nbytes} bytes",
@@ -111,6 +128,7 @@ class Connection(Exchange):
             if not isinstance(reply, CacheOpened):
                 raise ProtocolError(f"the daemon answered the opening of a cache with {type(reply).__name__}")
             try:
+                self._check_descriptors(reply, fds)
                 opened = OpenedCache(reply, map_channels(reply.tensors, fds))
             except BaseException:
                 self._orphans.append(CloseCache(cache=reply.cache))

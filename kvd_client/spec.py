@@ -35,6 +35,8 @@ MASK_PADDING, MASK_LOCAL, MASK_REMOTE = 0, 1, 2
 """Values of a mask byte: never loaded; every byte of the token is in place; still at the source."""
 
 MAX_METADATA, MAX_METADATA_BYTES, MAX_LANDING_SLOTS = 16, 1 << 32, 64
+MAX_NAME = 1 << 10
+"""Characters of a model's, selector's, node's or array's name."""
 MAX_LAYERS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, MAX_ENTRY_BYTES = 1024, 1024, 4096, 1 << 24, 1 << 20
 
 MASKS = ("token", "head")
@@ -62,6 +64,8 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _in_range("spec.layers", self.layers, 1, MAX_LAYERS)
         _in_range("spec.kv_heads", self.kv_heads, 1, MAX_HEADS)
         _in_range("spec.entry_bytes", self.entry_bytes, 1, MAX_ENTRY_BYTES)
+        for name in ("dtype", "model", "revision"):
+            check_name(f"spec.{name}", getattr(self, name))
         if not isinstance(self.windows, tuple | list):
             raise InvalidArgument(f"spec.windows is {self.windows!r}; it must be a tuple of numbers, empty for none")
         if self.windows and len(self.windows) != self.layers:
@@ -133,6 +137,7 @@ class PartLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _in_range("landing_slots", self.landing_slots, 0, MAX_LANDING_SLOTS)
         _in_range("the number of metadata arrays", len(self.metadata), 0, MAX_METADATA)
         for array in self.metadata:
+            check_name("a metadata array's name", array.name)
             _in_range(f"metadata {array.name!r}", array.layer_bytes, 1, MAX_METADATA_BYTES)
         if len({array.name for array in self.metadata}) != len(self.metadata):
             raise InvalidArgument("two metadata arrays have the same name; give each its own")
@@ -286,6 +291,13 @@ def part_layout(
         placed=placed,
         sequence_rows=heads if by_head else 1,
     ).check()
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise :class:`InvalidArgument` for what is no name: it would be in every log line and message."""
+    if not isinstance(name, str) or len(name) > MAX_NAME:
+        shown = f"has {len(name)} characters" if isinstance(name, str) else f"is {name!r}"
+        raise InvalidArgument(f"{what} {shown}; it must be a text of at most {MAX_NAME}", field=what)
 
 
 def _align(n: int) -> int:

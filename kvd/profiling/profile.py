@@ -13,10 +13,10 @@ from kvd import __version__
 from kvd.errors import FingerprintMismatch, InvalidArgument
 from kvd.importance.groups import Group, Groups
 from kvd.profiling.timing import NOT_MEASURED, TimeModel, Times, Timing
-from kvd_client.spec import MAX_ENTRY_BYTES, MAX_HEADS, MAX_LAYERS, MAX_TOKENS, KVSpec
+from kvd_client.spec import MAX_ENTRY_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAME, MAX_TOKENS, KVSpec
 
 MAX_BLOCKS, MAX_GROUPS, MAX_PARAMETERS = 1 << 16, 64, 64
-MAX_NAME, MAX_NOTES = 1 << 10, 1 << 16
+MAX_NOTES = 1 << 16
 """In characters."""
 
 _MAX_COUNT = 1 << 53

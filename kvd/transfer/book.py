@@ -101,7 +101,7 @@ class Book:
     def _end_one(self, part: Part, error: KvdError | None, tell_peer: bool) -> None:
         before, part.state = part.state, State.ENDED
         self.unfinished -= 1
-        part.code = error.code if error else "OK"
+        part.code, part.error = error.code if error else "OK", error
         self.counters[f"transfers_ended_{part.role.value}_{part.code}"] += 1
         if part.session is not None and error is not None and tell_peer:
             self._tell_end(part, before, error)

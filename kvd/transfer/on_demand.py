@@ -167,7 +167,8 @@ def _entries_bytes(part: SinkPart, request: ev.FetchRequested) -> int:
 
 
 def ended(part: SinkPart) -> KvdError:
-    return error_from_code(part.code, f"request {part.request!r} has ended", {"request": part.request})
+    """Why a fetch that comes late can't be answered: its process may hear of the end by this first."""
+    return part.error or KvdError(f"request {part.request!r} has ended", request=part.request)
 
 
 def released(part: SinkPart) -> KvdError:

@@ -24,6 +24,7 @@ import collections
 import dataclasses
 import enum
 
+from kvd.errors import KvdError
 from kvd.mask import IntervalSet, Places, TokenFlags
 from kvd.transfer.events import BlocksRanked, ClientId, FetchRequested, SessionId
 from kvd.transfer.queue import ReadyTokens, SendQueue
@@ -70,6 +71,8 @@ class Part:
     """The part's number at the other side, once known."""
     code: str = ""
     """How it ended: ``OK`` or an error's code."""
+    error: KvdError | None = None
+    """What ended it, if something went wrong."""
     bytes_total: int = 0
     bytes_done: int = 0
     mode: str = ""

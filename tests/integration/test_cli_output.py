@@ -11,16 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import Client
+from kvd_client import Client, KVSpec
+from tests.waiting import eventually
 
 WAIT_S = 60
 
 
-def shell(redirections: str, *args: str) -> subprocess.CompletedProcess[str]:
+def shell(redirections: str, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command of kvd as a shell starts it, with its output and standard error captured where they are open."""
     line = f'exec "$0" -m kvd "$@" {redirections}'
     return subprocess.run(
-        ["bash", "-c", line, sys.executable, *args], capture_output=True, text=True, timeout=WAIT_S, check=False
+        ["bash", "-c", line, sys.executable, *args],
+        capture_output=True,
+        encoding=environ.get("PYTHONIOENCODING", "utf-8"),
+        timeout=WAIT_S,
+        check=False,
+        env=os.environ | environ,
     )
 
 
@@ -60,6 +66,23 @@ def test_a_daemon_needs_no_standard_files(tmp_path: Path, redirections: str) -> 
         finally:
             daemon.kill()
             daemon.wait()
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_an_encoding_that_lacks_a_name_shows_it_all_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
+    spec = KVSpec(layers=1, kv_heads=1, entry_bytes=16, dtype="f16", model="m")
+    address = tmp_path / "api.sock"
+    line = f'exec "$0" -m kvd serve --socket {address} --listen 127.0.0.1:0'
+    daemon = subprocess.Popen(["bash", "-c", line, sys.executable], stderr=subprocess.DEVNULL)
+    try:
+        eventually("the daemon listens", address.exists)
+        with Client(address) as client, client.decode("caf\xe9 \u8336", spec, [4]):
+            found = shell("", "status", "--socket", str(address), *options, PYTHONIOENCODING="latin-1")
+    finally:
+        daemon.kill()
+        daemon.wait()
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "caf\xe9 ?" in found.stdout
 
 
 def test_an_interrupt_while_the_program_is_loaded_leaves_no_trace() -> None:

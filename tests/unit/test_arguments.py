@@ -170,3 +170,11 @@ def test_what_is_no_tensor_is_not_sent(value):
 def test_what_is_no_tensors_shape_is_not_asked_for(wrong):
     with pytest.raises(InvalidArgument):
         receive_tensor(Client("/nonexistent"), "t", **({"shape": (2, 2), "dtype": "f32", "item_bytes": 4} | wrong))
+
+
+@pytest.mark.parametrize("name", ["dtype", "model", "revision"])
+def test_names_have_a_length_that_logs_and_files_can_bear(name):
+    with pytest.raises(InvalidArgument, match=rf"spec\.{name} has 1025 characters"):
+        KVSpec(
+            **({"layers": 1, "kv_heads": 1, "entry_bytes": 4, "dtype": "f16", "model": "m"} | {name: "x" * 1025})
+        ).check()

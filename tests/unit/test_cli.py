@@ -223,6 +223,15 @@ class TestServe:
         assert result.exit_code == 1
         assert result.stderr == "kvd: 127.0.0.1:7440 is taken; stop what listens there, or set peers.listen\n"
 
+    def test_a_limit_on_files_that_no_daemon_can_live_with(
+        self, invoke, served: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr("resource.getrlimit", lambda which: (10, 1024))
+        done = invoke("serve", "--socket", str(tmp_path / "s"))
+        assert (done.exit_code, served) == (2, [])
+        assert "may open 10 files" in done.stderr
+        assert "LimitNOFILE=" in done.stderr
+
     def test_somebody_elses_directory_is_not_used(
         self, invoke, served: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

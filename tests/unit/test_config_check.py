@@ -213,3 +213,13 @@ class TestProfile:
         assert "is no folder" in errors(f'[profile]\nstate = "{tmp_path}/file"')["profile.state"]
         assert errors(f'[profile]\nstate = "{tmp_path}/to-be-made"') == {}
         assert errors(f'[profile]\nlearn = false\nstate = "{tmp_path}/file"') == {}
+
+    def test_folders_that_nothing_can_be_kept_in(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for key, text in (("profile", "state"), ("selective", "profiles")):
+            assert warnings(f'[{key}]\n{text} = "{tmp_path}/to-be-made/inner"') == {}
+            (tmp_path / "file").touch()
+            found = warnings(f'[{key}]\n{text} = "{tmp_path}/file/inner"')
+            assert "file is no folder, so nothing is kept" in found[f"{key}.{text}"]
+        monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+        found = warnings(f'[profile]\nstate = "{tmp_path}/inner"')
+        assert f"may not write to {tmp_path}, so nothing is kept" in found["profile.state"]

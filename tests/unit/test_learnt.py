@@ -355,3 +355,33 @@ def test_messages_hold_what_was_reported() -> None:
     rates = unpacked(found.scale, found.rates, found.layers, found.blocks)
     np.testing.assert_allclose(rates[2:], LOW.values[2:], atol=0.005)
     assert (found.requests, found.tokens, found.low, found.blocks) == (1, 10, 64, 4)
+
+
+def test_what_can_be_no_profile_keeps_no_other_from_being_written(tmp_path: Path) -> None:
+    one = learner(folder=tmp_path)
+    report(one, spec=msgspec.structs.replace(SPEC, model="m" * 2000))
+    report(one)
+    ((_, data),) = one.unsaved()
+    assert files.decode(data).model == "m"
+    assert one.unsaved() == []
+
+
+def test_one_name_is_one_model_whatever_the_length(tmp_path: Path) -> None:
+    one = learner(folder=tmp_path)
+    report(one, length=100)
+    other = msgspec.structs.replace(SPEC, layers=8)
+    with pytest.raises(InvalidArgument, match="give one name"):
+        report(one, ImportanceMatrix(np.full((8, 4), 0.5, np.float32)), spec=other, length=5000)
+    assert len(one.unsaved()) == 1
+
+
+@pytest.mark.parametrize("made", [Learner, Profiles])
+def test_a_folder_that_can_not_be_read_keeps_no_daemon_from_starting(
+    made: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    folder = Path("/locked/inner")
+    assert learner(folder=folder).statuses(0.0) == [] if made is Learner else made(folder).installed() == []

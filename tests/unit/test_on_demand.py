@@ -76,13 +76,13 @@ def test_a_transfer_that_fails_answers_its_fetches_with_its_error(make: Callable
     assert node(ev.ReleaseRequested(1)) == [do.FreeMemory(1)]
 
 
-def test_a_fetch_of_a_transfer_that_has_failed_gets_its_code() -> None:
+def test_a_fetch_of_a_transfer_that_has_failed_gets_its_error() -> None:
     node = sink_running()
     node.hear(wire.Abort(transfer=1, **why("PROCESS_LOST")))
     (end,) = node(fetch())
     assert isinstance(end, do.FetchEnded)
     assert end.error is not None
-    assert (end.error.code, end.error.fields) == ("PROCESS_LOST", {"request": "r"})
+    assert (end.error.code, end.error.message) == ("PROCESS_LOST", why("PROCESS_LOST")["message"])
     assert sink_part(node).fetches == {}
 
 
