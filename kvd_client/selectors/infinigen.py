@@ -9,6 +9,8 @@ s = q A[:, columns] · partial key / sqrt(head dim).
 How many entries are selected follows the scores (section 4.3): the mean over a row's query heads of the number of s
 above their greatest less ``alpha``, at most k. Where we differ from the paper:
 
+- The query that is told a layer ahead is made of the residual stream with the layer's own norm, not of the previous
+  layer's attention input, which that layer's norm has scaled (``query=input``).
 - Its mean is over the batch too; here a row selects the same whichever others it decodes with.
 - The greatest is sought behind the first ``sinks`` tokens. Many models give their first token a score far above all
   others' whatever the query, an attention sink, and then next to nothing is within alpha of it: on SmolLM2 at a cap of
@@ -33,7 +35,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import InvalidArgument
-from kvd_client.selectors.base import Arrays, Chunk, Index, Selector, Shape, Training, best, check_k, group
+from kvd_client.selectors.base import (
+    INPUT,
+    RESIDUAL,
+    Arrays,
+    Chunk,
+    Index,
+    Selector,
+    Shape,
+    Training,
+    best,
+    check_k,
+    group,
+)
 from kvd_client.selectors.weights import Weights
 from kvd_client.spec import MetadataSpec
 
@@ -55,7 +69,8 @@ _LIMIT = float(np.finfo(np.float32).max) / 4
 @dataclasses.dataclass(frozen=True)
 class InfiniGen(Selector):
     """``columns``: share of the head dimension, above 0 and at most 1; ``alpha``: how far below the greatest score an
-    entry may be, above 0; ``sinks``: first tokens whose scores are not asked for the greatest, 0 as in the paper."""
+    entry may be, above 0; ``sinks``: first tokens whose scores are not asked for the greatest, 0 in the paper;
+    ``query``: what it is made of ahead, ``input`` in the paper."""
 
     name: ClassVar[str] = "infinigen"
     trained: ClassVar[bool] = True
@@ -63,6 +78,7 @@ class InfiniGen(Selector):
     alpha: float = 5.0
     sinks: int = 4
     ahead: bool = True
+    query: str = RESIDUAL
     weights: Weights | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +90,11 @@ class InfiniGen(Selector):
             raise InvalidArgument(f"alpha is {self.alpha}; give a number above 0", alpha=self.alpha)
         if self.sinks < 0:
             raise InvalidArgument(f"{self.sinks} attention sinks; give 0 or more", sinks=self.sinks)
+        if self.query not in (RESIDUAL, INPUT):
+            raise InvalidArgument(
+                f"query is {self.query!r}; a query ahead is made of the {RESIDUAL!r} or of the {INPUT!r}",
+                query=self.query,
+            )
         if self.weights is not None:
             form = self.weights.head_dim
             self.weights.for_selector(self.name).array(SKEW, form, form)
