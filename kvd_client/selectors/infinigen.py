@@ -11,6 +11,8 @@ above their greatest less ``alpha``, at most k. Where we differ from the paper:
 
 - The query that is told a layer ahead is made of the residual stream with the layer's own norm, not of the previous
   layer's attention input, which that layer's norm has scaled (``query=input``).
+- Its alpha is 5, whatever the prompt's length. What is left out is then each less than e^-5 of the greatest, but may be
+  many: n tokens together at most n e^-alpha. So alpha is the logarithm of n here, and the bound the greatest itself.
 - Its mean is over the batch too; here a row selects the same whichever others it decodes with.
 - The greatest is sought behind the first ``sinks`` tokens. Many models give their first token a score far above all
   others' whatever the query, an attention sink, and then next to nothing is within alpha of it: on SmolLM2 at a cap of
@@ -28,6 +30,7 @@ ablation: it works, and picks worse columns.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,13 +72,13 @@ _LIMIT = float(np.finfo(np.float32).max) / 4
 @dataclasses.dataclass(frozen=True)
 class InfiniGen(Selector):
     """``columns``: share of the head dimension, above 0 and at most 1; ``alpha``: how far below the greatest score an
-    entry may be, above 0; ``sinks``: first tokens whose scores are not asked for the greatest, 0 in the paper;
-    ``query``: what it is made of ahead, ``input`` in the paper."""
+    entry may be, 5 in the paper, or 0 for the logarithm of the row's tokens; ``sinks``: first tokens whose scores are
+    not asked for the greatest, 0 in the paper; ``query``: what it is made of ahead, ``input`` in the paper."""
 
     name: ClassVar[str] = "infinigen"
     trained: ClassVar[bool] = True
     columns: float = 0.6
-    alpha: float = 5.0
+    alpha: float = 0.0
     sinks: int = 4
     ahead: bool = True
     query: str = RESIDUAL
@@ -86,8 +89,11 @@ class InfiniGen(Selector):
             raise InvalidArgument(
                 f"columns is {self.columns}; give a share above 0 and at most 1", columns=self.columns
             )
-        if not self.alpha > 0:
-            raise InvalidArgument(f"alpha is {self.alpha}; give a number above 0", alpha=self.alpha)
+        if not self.alpha >= 0:
+            raise InvalidArgument(
+                f"alpha is {self.alpha}; give a number above 0, or 0 for the logarithm of a row's tokens",
+                alpha=self.alpha,
+            )
         if self.sinks < 0:
             raise InvalidArgument(f"{self.sinks} attention sinks; give 0 or more", sinks=self.sinks)
         if self.query not in (RESIDUAL, INPUT):
@@ -181,7 +187,8 @@ class InfiniGen(Selector):
             s = (q[row] @ keys[row, :, :, :length]).unflatten(1, (g, w))
             # A prompt of nothing but sinks has no other greatest.
             greatest = s[..., self.sinks if self.sinks < length else 0 :].amax(-1, keepdim=True)
-            counts[row] = (s > greatest - self.alpha).sum((0, 1, 3), dtype=torch.int32).numpy() / (shape.kv_heads * g)
+            alpha = self.alpha or math.log(length)
+            counts[row] = (s > greatest - alpha).sum((0, 1, 3), dtype=torch.int32).numpy() / (shape.kv_heads * g)
             found[row, :, :, :length] = torch.softmax(s, -1).sum(1)
         return found.numpy(), counts
 
