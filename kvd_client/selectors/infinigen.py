@@ -16,12 +16,26 @@ above their greatest less ``alpha``, at most k. Where we differ from the paper:
 - Its mean is over the batch too; here a row selects the same whichever others it decodes with.
 - The greatest is sought behind the first ``sinks`` tokens. Many models give their first token a score far above all
   others' whatever the query, an attention sink, and then next to nothing is within alpha of it: on SmolLM2 at a cap of
-  20 %, 9 % were selected that held 88 % of the attention; behind the sinks it is 15 % that hold 93 %, the cap 95 %.
+  20 % and alpha 5, 9 % were selected that held 88 % of the attention; behind the sinks it is 15 % that hold 93 %.
 - With several query heads to a KV head, which it does not have, an entry's score is the sum of the heads' softmaxes.
 - Partial keys have eight bits, and twice the paper's columns, 0.6 of the head dimension, take the same bytes. Each
   column has 255 steps from its least to its greatest value in the row; the least itself is not sent, since it adds the
   same to all of a query's scores, which changes neither their order, nor a softmax, nor a difference. What rounding
   moves is small beside what a column less does: with 19 of 64 columns SmolLM2 missed facts that 38 of them find.
+
+On SmolLM2 with at most 20 and at most 10 % selected: KL divergence of the next 64 tokens from the full cache (10^-3
+nats, nine prompts of 1,024 to 4,096 tokens), and facts found of 120, of which the full cache finds 117:
+
+==========================  ==========  ============  ==========
+query                       alpha       divergence    found
+==========================  ==========  ============  ==========
+ahead, of the input         5           8.4, 19.6     109, 109
+ahead, of the input         log n       3.9, 16.7
+ahead, of the residual      5           7.6, 11.7
+ahead, of the residual      log n       3.6, 10.5     116, 115
+the layer's own             log n       2.7, 8.3      116, 115
+all keys, the sum of heads              3.7, 10.5     115, 114
+==========================  ==========  ============  ==========
 
 Metadata is columns / 4 of an fp16 KV cache: 15 % at 0.6. Without weights A is the identity, which is the paper's
 ablation: it works, and picks worse columns.
