@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -74,6 +75,21 @@ def random_model(name: str, attention: str = "sdpa", dtype: Any = torch.float32)
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention)
     return model.to(dtype).eval()
+
+
+def with_norms_of_its_own(model: Any) -> Any:
+    """The model with a norm before each layer's attention that no other layer has; made at random, all are alike."""
+    for at, layer in enumerate(model.model.layers):
+        with torch.no_grad():
+            layer.input_layernorm.weight.uniform_(-0.5, 1.5, generator=torch.Generator().manual_seed(at))
+    return model
+
+
+def normed(model: Any, layer: int, x: Any) -> Any:
+    """What that norm makes of the residual stream (..., hidden size), in float64."""
+    norm = model.model.layers[layer].input_layernorm
+    scale = norm.weight.detach().double().numpy() + (1 if "Gemma" in type(norm).__name__ else 0)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.config.rms_norm_eps) * scale
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:

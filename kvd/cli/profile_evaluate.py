@@ -29,16 +29,22 @@ if TYPE_CHECKING:
     from kvd.profiling.evaluate.store import Store
     from kvd.profiling.evaluate.texts import Domain
 
+INFINIGEN = (
+    *("infinigen@0.2", "infinigen@0.1", "infinigen:ahead=false@0.2", "infinigen:ahead=false@0.1"),
+    # As in the paper: when it asks, and how much it takes; then how many columns.
+    *("infinigen:query=input,alpha=5@0.2", "infinigen:query=input,alpha=5@0.1", "infinigen:columns=0.3@0.2"),
+)
 SELECTIONS = (
-    *("exact@0.2", "exact@0.1", "exact@0.05", "exact:reduce=softmax@0.2"),
-    *("infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2", "infinigen:ahead=false@0.2"),
+    *("exact@0.2", "exact@0.1", "exact@0.05", "exact:reduce=softmax@0.2", "exact:reduce=softmax@0.1"),
+    *INFINIGEN,
+    *("infinigen:query=input@0.2", "infinigen:query=input@0.1", "infinigen:alpha=5@0.2", "infinigen:alpha=5@0.1"),
     *("hata@0.2", "hata@0.1", "hata@0.05", "hata-untrained@0.2", "quest@0.2", "quest@0.1", "streaming@0.2"),
     "random@0.2",
 )
 RECORDED = ("exact@0.2", "infinigen@0.2", "hata@0.2")
 RECALLING = (
     *("exact@0.2", "exact@0.1", "exact:reduce=softmax@0.2"),
-    *("infinigen@0.2", "infinigen@0.1", "infinigen:columns=0.3@0.2", "infinigen:ahead=false@0.2"),
+    *INFINIGEN,
     *("hata@0.2", "hata@0.1", "quest@0.2", "streaming@0.2", "random@0.2"),
 )
 _SELECTIONS, _RECORDED, _RECALLING = " ".join(SELECTIONS), " ".join(RECORDED), " ".join(RECALLING)

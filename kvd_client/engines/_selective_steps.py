@@ -99,7 +99,7 @@ class SelectiveSteps:
         """Per layer (rows, heads, max_new_tokens - 1, 2 * head dim): K and V of the new tokens."""
         self._room = max(max_new_tokens - 1, 0)
         self._count = 0
-        self._ahead = adapter.Ahead(model) if selector.ahead else None
+        self._ahead = adapter.Ahead(model, selector.query) if selector.ahead else None
         self._begun: dict[int, _Begun] = {}
         """Layers whose selection was begun while the one before computed; emptied as they are reached."""
         self._cache = adapter.DecodeCache(spec.layers, lambda layer, k, v: (k, v), self._seen)

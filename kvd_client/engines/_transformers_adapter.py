@@ -4,7 +4,7 @@
 Four places let us in. ``Cache.update`` is called once a layer with that layer's post-RoPE K and V, just
 before its attention; an attention function can be registered by name and sees ``module.layer_idx``, the
 post-RoPE queries, and every keyword that the model was called with; a name without a mask function of its
-own makes the models build no mask at all; and a hook before ``self_attn`` sees a layer's attention input.
+own makes the models build no mask at all; and hooks before a layer and its ``self_attn`` see what these begin with.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvd_client.errors import InvalidArgument
+from kvd_client.selectors.base import RESIDUAL
 
 ATTENTION = "kvd"
 """The name under which the decode attention is registered."""
@@ -47,6 +48,8 @@ Watch = Callable[[int, torch.Tensor], None]
 """Gets a layer and its attention's post-RoPE query (rows, query heads, tokens, head dim), before attention runs."""
 
 _ROTATE = "apply_rotary_pos_emb"
+_NORM = "input_layernorm"
+"""What a decoder layer calls the norm before its attention."""
 
 _FORMS = {"full_attention", "sliding_attention"}
 
@@ -115,13 +118,21 @@ class PrefillCache(DynamicCache):  # type: ignore[misc]
 
 
 class Ahead:
-    """A layer's query one layer early: its own query projection of the attention input of the layer before it, at the
-    current positions (InfiniGen, section 4.3). Raises :class:`InvalidArgument` for a model whose attention is built
-    otherwise."""
+    """A layer's query one layer early: its own query projection of the state in which the layer before it begins, at
+    the current positions (InfiniGen, section 4.3). Raises :class:`InvalidArgument` for a model whose attention is built
+    otherwise.
 
-    def __init__(self, model: Any) -> None:
+    ``made_of`` is that state: ``residual``, the residual stream, which the later layer's own norm is applied to, as it
+    will be to the stream that reaches it; or ``input``, the attention input, which the earlier layer has normed, as in
+    the paper. Models that don't norm before attention have the same for both.
+    """
+
+    def __init__(self, model: Any, made_of: str = RESIDUAL) -> None:
         decoder = model.get_decoder()
-        self._attention: list[Any] = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
+        self._layers: list[Any] = list(getattr(decoder, "layers", ()))
+        self._attention: list[Any] = [getattr(layer, "self_attn", None) for layer in self._layers]
+        norms = [getattr(layer, _NORM, None) for layer in self._layers]
+        self._norms: list[Any] | None = norms if made_of == RESIDUAL and None not in norms else None
         self._rotary: Any = getattr(decoder, "rotary_emb", None)
         if self._rotary is None or not self._attention:
             raise InvalidArgument(
@@ -144,71 +155,89 @@ class Ahead:
     def watching(self, positions: torch.Tensor, begins: Begins) -> Iterator[None]:
         """While this lasts, ``begins(layer, query_of)`` is called before each layer's attention, of tokens at
         ``positions`` (rows, tokens); ``query_of(later)`` is a later layer's post-RoPE query (rows, query heads, tokens,
-        head dim), from this layer's input."""
+        head dim), from this layer's state."""
         self._positions.clear()
 
-        def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            begins(
-                module.layer_idx,
-                lambda layer: self._query(layer, hidden, positions, kwargs["position_embeddings"]),
-            )
+        def told(layer: int, state: torch.Tensor, kwargs: dict[str, Any]) -> None:
+            begins(layer, lambda later: self._query(later, state, positions, kwargs["position_embeddings"]))
 
-        with self._hooked(hook):
+        with self._hooked(told):
             yield
 
     @contextlib.contextmanager
-    def inputs(self, seen: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-        """While this lasts, ``seen(layer, hidden)`` gets each layer's attention input (rows, tokens, hidden size),
-        before its attention."""
-
-        def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            seen(module.layer_idx, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-
-        with self._hooked(hook):
+    def states(self, seen: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+        """While this lasts, ``seen(layer, state)`` gets what queries are made of (rows, tokens, hidden size), before
+        each layer's attention."""
+        with self._hooked(lambda layer, state, kwargs: seen(layer, state)):
             yield
 
     def at(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """``query_of(layer, hidden)``: the post-RoPE query (rows, query heads, tokens, head dim) that a layer makes of
-        an attention input (rows, tokens, hidden size) which stands at ``positions`` (rows, tokens), wherever it stood.
+        """``query_of(layer, state)``: the post-RoPE query (rows, query heads, tokens, head dim) that a layer makes of
+        a state (rows, tokens, hidden size) which stands at ``positions`` (rows, tokens), wherever it stood.
         """
         rotary = copy.deepcopy(self._rotary)  # some grow with the positions that they have seen; the model's must not
         known: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def query_of(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        def query_of(layer: int, state: torch.Tensor) -> torch.Tensor:
             kind = None if self._types is None else self._types[layer]
             if kind not in known:
-                where = positions.to(hidden.device)
-                known[kind] = rotary(hidden, where) if kind is None else rotary(hidden, where, kind)
-            return self._project(layer, hidden, known[kind])
+                where = positions.to(state.device)
+                known[kind] = rotary(state, where) if kind is None else rotary(state, where, kind)
+            return self._project(layer, state, known[kind])
 
         return query_of
 
     @contextlib.contextmanager
-    def _hooked(self, hook: Callable[[Any, Any, dict[str, Any]], None]) -> Iterator[None]:
+    def _hooked(self, told: Callable[[int, torch.Tensor, dict[str, Any]], None]) -> Iterator[None]:
+        """``told(layer, state, what else attention gets)``."""
+        states: dict[int, torch.Tensor] = {}
+
+        def begins(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            states[layer] = _hidden(args, kwargs)
+
+        def attends(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            layer = module.layer_idx
+            told(layer, states.pop(layer) if self._norms is not None else _hidden(args, kwargs), kwargs)
+
         with contextlib.ExitStack() as stack:
+            for layer, block in enumerate(self._layers if self._norms is not None else ()):
+                hook = functools.partial(begins, layer)
+                stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for module in self._attention:
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(attends, with_kwargs=True).remove)
             yield
 
     def _query(
-        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
+        self, layer: int, state: torch.Tensor, positions: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         if self._types is not None:  # windowed layers have other angles than full ones
             kind = self._types[layer]
             if kind not in self._positions:
-                self._positions[kind] = self._rotary(hidden, positions, kind)
+                self._positions[kind] = self._rotary(state, positions, kind)
             embeddings = self._positions[kind]
-        return self._project(layer, hidden, embeddings)
+        return self._project(layer, state, embeddings)
 
-    def _project(self, layer: int, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _project(self, layer: int, state: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         module = self._attention[layer]
-        query = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
-        if hasattr(module, "q_norm"):
-            query = module.q_norm(query)
+        hidden = state if self._norms is None else self._norms[layer](state)
+        query, form = module.q_proj(hidden), (-1, module.head_dim)
+        norm: Any = getattr(module, "q_norm", None)
+        weight = getattr(norm, "weight", None)
+        if norm is None:
+            query = query.unflatten(-1, form)
+        elif weight is not None and weight.numel() == query.shape[-1]:  # of all heads together
+            query = norm(query).unflatten(-1, form)
+        else:
+            query = norm(query.unflatten(-1, form))
         query = query.transpose(1, 2)
         rotated: torch.Tensor = getattr(sys.modules[type(module).__module__], _ROTATE)(query, query, *embeddings)[0]
         return rotated
+
+
+def _hidden(args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The first of what a module is called with."""
+    found: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return found
 
 
 class DecodeCache(Cache):  # type: ignore[misc]

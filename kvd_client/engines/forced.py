@@ -222,7 +222,7 @@ class _Run:
         """While this lasts, queries come from the layer before where the selector wants them so."""
         if self._selector is None or not self._selector.ahead:
             return contextlib.nullcontext()
-        return adapter.Ahead(self._model).watching(positions, self._begins)
+        return adapter.Ahead(self._model, self._selector.query).watching(positions, self._begins)
 
     def _begins(self, layer: int, query_of: Callable[[int], torch.Tensor]) -> None:
         following = layer + 1

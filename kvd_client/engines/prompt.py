@@ -3,7 +3,7 @@
 The last queries exist at prefill, and decode's resemble them in all but one thing: they ask from other positions. So
 each of them is asked as decode will ask. Its layer input is projected anew as if it stood at one of the next
 :data:`AHEAD` positions, over which the queries are spread evenly; and where decode's selector looks ahead, it is the
-input of the layer before that is projected. What decode's own selector picks for them is counted by KV block: c_w, the
+state of the layer before that is projected. What decode's own selector picks for them is counted by KV block: c_w, the
 share of (KV head, token of the block, query) triples over w queries in which the token is selected. (c_1 + 2 c_w)/3
 ranks a layer's blocks anew as soon as the layer's last chunk is done; the daemon puts it beside the profile
 (:meth:`kvd_client.PrefillTransfer.rank`).
@@ -54,7 +54,7 @@ from kvd_client.engines._selective_steps import entries_of
 from kvd_client.errors import InvalidArgument
 from kvd_client.lanes import NOTHING
 from kvd_client.protocol import MAX_FRAME
-from kvd_client.selectors.base import Arrays, Index, ScoringSelector, Selector, Shape, best
+from kvd_client.selectors.base import INPUT, Arrays, Index, ScoringSelector, Selector, Shape, best
 
 QUERIES = 16
 """w: how many of the prompt's last queries are asked."""
@@ -115,8 +115,8 @@ class PromptQueries:
         self._kept: dict[int, list[_Kept]] = {}
         """Per layer and row."""
         self._inputs: dict[int, torch.Tensor] = {}
-        """Attention inputs (rows, tokens, hidden size) of a chunk: of the layer that computes, and of the one before.
-        """
+        """What a chunk's queries are made of (rows, tokens, hidden size): of the layer that computes, and of the one
+        before."""
         self._ahead: adapter.Ahead | None = None
         self._project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
@@ -126,9 +126,10 @@ class PromptQueries:
         with contextlib.ExitStack() as stack:
             if self.wanted:
                 with contextlib.suppress(InvalidArgument):
-                    self._ahead = adapter.Ahead(self._model)
+                    made_of = self._selector.query if self._selector.ahead else INPUT
+                    self._ahead = adapter.Ahead(self._model, made_of)
                 if self._ahead is not None:
-                    stack.enter_context(self._ahead.inputs(self._sees))
+                    stack.enter_context(self._ahead.states(self._sees))
             yield
 
     def _sees(self, layer: int, hidden: torch.Tensor) -> None:

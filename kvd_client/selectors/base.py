@@ -6,8 +6,15 @@ Both ends know the same :class:`Shape`, so the arrays need no header. What deriv
 loaded at both ends (:mod:`kvd_client.selectors.weights`) and does not travel.
 
 The query is the layer's own, or one that is known earlier: an algorithm that looks *ahead* gets the layer's query
-projection of the previous layer's attention input, while that layer still computes, and its fetches are on their way
-meanwhile (InfiniGen, section 4.3). The contract is the same: who gives the query is the engine's business.
+projection of the state in which the previous layer begins, while that layer still computes, and its fetches are on
+their way meanwhile (InfiniGen, section 4.3). The contract is the same: who gives the query is the engine's business.
+
+The paper takes the previous layer's attention input for that state. That layer's norm has scaled it, by other factors
+than the layer's own will. Here it is the residual stream, with the layer's own norm applied, at the cost of one norm of
+one token: on SmolLM2 the squared error of the queries falls from 32 to 23 % of their variance (medians of 28 layers, on
+texts of three domains; 23 layers gain). A matrix from input to query, fitted to a calibration text by least squares,
+leaves 16 %, and so does the residual stream behind attention, of which only the MLP's time remains to fetch in. Both
+win little with that: with 10 % selected the divergence from the full cache falls by another seventh.
 
 Layers 0 and 1 are always complete and never ask. Tokens that decode made are always local and always seen, so they
 are no part of it; the newest prompt token is always selected.
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
     import torch
 
     from kvd_client.selectors.weights import Weights
+
+RESIDUAL, INPUT = "residual", "input"
+"""What a query ahead is made of: the residual stream at the previous layer, or that layer's attention input."""
 
 Index = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
@@ -117,16 +127,19 @@ class Selector(abc.ABC):
     """Whether there are weights for it, which ``kvd profile train`` makes."""
     ahead: bool = False
     """Whether to select for a layer while the previous one computes."""
+    query: str = RESIDUAL
+    """What the query is then made of, ``residual`` or ``input``."""
     weights: Weights | None = None
 
     @property
     def parameters(self) -> dict[str, str | int | float]:
-        """The parameters by name, as profiles record them; ``ahead`` where it is on, of weights their checksum."""
+        """The parameters by name, as profiles record them; ``ahead`` and ``query`` where it is on, of weights their
+        checksum."""
         fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
-        names = (field.name for field in fields if field.name not in ("weights", "ahead"))
+        names = (field.name for field in fields if field.name not in ("weights", "ahead", "query"))
         found: dict[str, str | int | float] = {name: getattr(self, name) for name in names}
         if self.ahead:
-            found["ahead"] = True
+            found |= {"ahead": True, "query": self.query}
         if self.weights is not None:
             found["weights"] = self.weights.fingerprint
         return found

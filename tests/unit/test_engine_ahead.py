@@ -25,7 +25,7 @@ from kvd_client.errors import FingerprintMismatch, InvalidArgument  # noqa: E402
 from kvd_client.protocol import Fetch  # noqa: E402
 from kvd_client.selectors import Selector, Weights, create, parse  # noqa: E402
 from kvd_client.selectors.exact import Exact  # noqa: E402
-from tests.engine_models import CONFIGS, random_model, random_prompts  # noqa: E402
+from tests.engine_models import CONFIGS, normed, random_model, random_prompts, with_norms_of_its_own  # noqa: E402
 from tests.unit.test_engine_selective import NEW, PAIRS, SHARE, FakeTransfer, through  # noqa: E402
 
 
@@ -60,25 +60,30 @@ class Told(Exact):
 
     queries: ClassVar[dict[tuple[int, int], Any]] = {}
     ahead: bool = True
+    query: str = "residual"
 
     def select(self, shape: Any, query: Any, arrays: Any, k: Any, *, layer: int, step: int) -> Any:
         self.queries[step, layer] = query.clone()
         return super().select(shape, query, arrays, k, layer=layer, step=step)
 
 
+@pytest.mark.parametrize("made_of", ["residual", "input"])
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "qwen3", "gemma3"])
-def test_the_query_ahead_is_the_next_projection_of_this_layers_input(name: str) -> None:
-    model, lengths = random_model(name), (30, 12)
+def test_the_query_ahead_is_the_next_projection_of_this_layers_state(name: str, made_of: str) -> None:
+    model, lengths = with_norms_of_its_own(random_model(name)), (30, 12)
     inputs: dict[int, Any] = {}
     hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.__setitem__(module.layer_idx, kwargs["hidden_states"].clone()),
+        (layer if made_of == "residual" else layer.self_attn).register_forward_pre_hook(
+            lambda module, args, kwargs, at=at: inputs.__setitem__(
+                at, (args[0] if args else kwargs["hidden_states"]).clone()
+            ),
             with_kwargs=True,
         )
-        for layer in model.model.layers
+        for at, layer in enumerate(model.model.layers)
     ]
     Told.queries.clear()
-    decode_selective_local(model, random_prompts(*lengths), Told(), share=SHARE, max_new_tokens=4)
+    told = Told(query=made_of)
+    decode_selective_local(model, random_prompts(*lengths), told, share=SHARE, max_new_tokens=4)
     for hook in hooks:
         hook.remove()
     windows = adapter.windows(model)
@@ -89,6 +94,8 @@ def test_the_query_ahead_is_the_next_projection_of_this_layers_input(name: str) 
     for layer in wanted:
         module = model.model.layers[layer].self_attn
         x = inputs[layer - 1].double().numpy()[:, 0]
+        if made_of == "residual":
+            x = normed(model, layer, x)
         q = x @ module.q_proj.weight.detach().double().numpy().T
         q = q.reshape(2, -1, module.head_dim)
         if hasattr(module, "q_norm"):
@@ -150,8 +157,31 @@ def test_hooks_are_gone_after_a_step_even_after_an_error() -> None:
 
     with pytest.raises(RuntimeError):
         decode_selective_local(model, prompts, Broken(), share=SHARE, max_new_tokens=3)
-    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+    assert not any(layer._forward_pre_hooks or layer.self_attn._forward_pre_hooks for layer in model.model.layers)
     assert generate_local(model, prompts, 3).tokens == plain
+
+
+def test_a_layers_own_state_gives_its_own_query_where_nothing_is_normed_before_attention() -> None:
+    config = transformers.Olmo2Config(  # it norms the query of all heads together instead
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(1)
+    model, ids = transformers.Olmo2ForCausalLM(config).eval(), torch.arange(5)[None]
+    for made_of in ("residual", "input"):
+        told: dict[int, Any] = {}
+        own: dict[int, Any] = {}
+        ahead = adapter.Ahead(model, made_of)
+        with torch.no_grad(), ahead.watching(ids, lambda at, query_of, told=told: told.update({at: query_of(at)})):
+            adapter.call_watched(model, ids, transformers.DynamicCache(config=config), own.__setitem__)
+        assert sorted(own) == sorted(told) == [0, 1, 2]
+        for layer, query in own.items():
+            torch.testing.assert_close(told[layer], query)
 
 
 def test_models_whose_queries_cant_be_told_are_refused() -> None:

@@ -30,7 +30,7 @@ from kvd_client.errors import InvalidArgument  # noqa: E402
 from kvd_client.selectors import create  # noqa: E402
 from kvd_client.selectors.base import Shape  # noqa: E402
 from kvd_client.selectors.exact import Exact  # noqa: E402
-from tests.engine_models import random_model, random_prompts  # noqa: E402
+from tests.engine_models import normed, random_model, random_prompts, with_norms_of_its_own  # noqa: E402
 
 
 class Ranked(selective.LocalTransfer):
@@ -120,14 +120,11 @@ def rotated(query: Any, positions: Any, theta: float) -> Any:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma3"])
 def test_queries_ask_from_the_next_positions_as_decode_projects_them(name: str, ahead: bool) -> None:
-    model, lengths, selector = random_model(name), [180, 161], Remembering(ahead=ahead)
-    inputs: dict[int, list[Any]] = {}
+    model, lengths, selector = with_norms_of_its_own(random_model(name)), [180, 161], Remembering(ahead=ahead)
+    streams: dict[int, list[Any]] = {}
     hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.setdefault(module.layer_idx, []).append(kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-        for layer in model.model.layers
+        layer.register_forward_pre_hook(lambda module, args, at=at: streams.setdefault(at, []).append(args[0]))
+        for at, layer in enumerate(model.model.layers)
     ]
     selector.queries.clear()
     transfer = Ranked(spec_of(model), lengths, selector)
@@ -142,7 +139,7 @@ def test_queries_ask_from_the_next_positions_as_decode_projects_them(name: str, 
     tokens = asked_tokens(lengths, 0).numpy()
     for layer in wanted:
         module = model.model.layers[layer].self_attn
-        hidden = torch.cat(inputs[layer - ahead], 1).detach().double().numpy()
+        hidden = normed(model, layer, torch.cat(streams[layer - ahead], 1).detach().double().numpy())
         asked = torch.cat(selector.queries[layer], 2).numpy()
         for row, length in enumerate(lengths):
             q = hidden[row, tokens[row]] @ module.q_proj.weight.detach().double().numpy().T

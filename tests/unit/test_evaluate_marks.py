@@ -52,7 +52,7 @@ def test_recall_marks_tell_what_is_kept_from_what_is_lost() -> None:
     assert "15% of the prompt selected" in lost.figures
     beside = found["recall with infinigen@0.2 equals exact selection's"]
     assert beside.reached is False
-    assert beside.figures == "1 lost that exact selection of that share keeps, 0 gained"
+    assert beside.figures == "1 lost that exact selection of that share finds, 0 found that it loses"
     assert "recall with hata@0.2 equals exact selection's" not in found, "exact selection was not measured at 2,048"
     assert found["recall with streaming@0.2 does not"].reached
     assert found["recall with infinigen@0.1 equals the full cache's"].reached is None
@@ -64,7 +64,16 @@ def test_what_exact_selection_loses_too_is_told_apart() -> None:
     assert found["recall with infinigen@0.2 equals the full cache's"].reached is False
     beside = found["recall with infinigen@0.2 equals exact selection's"]
     assert beside.reached
-    assert beside.figures == "0 lost that exact selection of that share keeps, 0 gained"
+    assert beside.figures == "0 lost that exact selection of that share finds, 0 found that it loses"
+
+
+def test_beside_exact_selection_both_sides_are_counted() -> None:
+    hidden = HIDDEN | {(1024, "infinigen@0.2"): [cell("xxxxx", "xxxx."), cell("xxxx.", "xxxxx")]}
+    found = {mark.claim: mark for mark in marks(recalls(Results({}, hidden, {})), {})}
+    assert found["recall with infinigen@0.2 equals the full cache's"].reached is False
+    beside = found["recall with infinigen@0.2 equals exact selection's"]
+    assert beside.reached
+    assert beside.figures == "1 lost that exact selection of that share finds, 1 found that it loses"
 
 
 def test_a_loss_by_chance_is_not_told_from_none() -> None:

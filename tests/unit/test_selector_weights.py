@@ -87,7 +87,8 @@ def infinigen_by_formula(scene: Scene, row: int) -> tuple[list[Any], float]:
         partial = np.round((partial - partial.min(0)) / np.where(step > 0, step, 1)) * step  # the least adds nothing
         each = (query @ a)[:, columns] @ partial.T / np.sqrt(DIM)
         behind = each[:, s.sinks :] if s.sinks < each.shape[1] else each
-        counts += [int((one > best.max() - s.alpha).sum()) for one, best in zip(each, behind, strict=True)]
+        alpha = s.alpha or np.log(LENGTHS[row])
+        counts += [int((one > best.max() - alpha).sum()) for one, best in zip(each, behind, strict=True)]
         power = np.exp(each - each.max(1, keepdims=True))
         found.append((power / power.sum(1, keepdims=True)).sum(0))
     return found, float(np.mean(counts))
@@ -96,7 +97,7 @@ def infinigen_by_formula(scene: Scene, row: int) -> tuple[list[Any], float]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize(
-    "parameters", [{}, {"alpha": 0.7, "columns": 0.5}, {"alpha": 0.7, "sinks": 0}, {"alpha": 100.0}]
+    "parameters", [{}, {"sinks": 0}, {"alpha": 0.7, "columns": 0.5}, {"alpha": 0.7, "sinks": 0}, {"alpha": 100.0}]
 )
 def test_infinigen_is_its_formula(form: str, trained: bool, parameters: dict[str, Any]) -> None:
     selector = create("infinigen", weights=weights_of("infinigen", FORMS[form][0]) if trained else None, **parameters)

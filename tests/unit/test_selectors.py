@@ -290,7 +290,10 @@ def test_selectors_are_written_with_parameters() -> None:
     assert parse("quest") == create("quest")
     assert parse("infinigen:columns=0.25,ahead=no") == create("infinigen", columns=0.25, ahead=False)
     assert parse("quest:reduce=max").parameters == {"page": 16, "reduce": "max"}
-    assert parse("quest:ahead=1").parameters["ahead"] is True
+    ahead = parse("quest:ahead=1").parameters
+    assert (ahead["ahead"], ahead["query"]) == (True, "residual")
+    assert parse("infinigen:query=input").parameters["query"] == "input"
+    assert not {"ahead", "query"} & set(parse("infinigen:ahead=no").parameters)
     for text, said in (
         ("ours", "no selector 'ours'"),
         ("hata:size=1", "no parameter of selector 'hata'; it has bits, seed"),
@@ -315,7 +318,9 @@ def test_selectors_are_written_with_parameters() -> None:
         ("hata", {"bits": -64}),
         ("infinigen", {"columns": 0.0}),
         ("infinigen", {"columns": 1.1}),
-        ("infinigen", {"alpha": 0.0}),
+        ("infinigen", {"alpha": -1.0}),
+        ("infinigen", {"alpha": float("nan")}),
+        ("infinigen", {"query": "output"}),
         ("infinigen", {"sinks": -1}),
         ("streaming", {"sinks": -1}),
         ("quest", {"pages": 16}),

@@ -66,14 +66,13 @@ def _recall_marks(recall: Mapping[str, Any]) -> Iterator[Mark]:
 
 def _beside_exact(label: str, sums: Mapping[str, int]) -> Mark:
     """What is lost by selecting so little, however well, is no fault of the algorithm that selects."""
-    own = sums["lost"] - sums["exact_too"]
-    figures = f"{own} lost that exact selection of that share keeps, {sums['gained']} gained"
-    return Mark(f"recall with {label} equals exact selection's", own <= sums["gained"], figures)
+    figures = f"{sums['worse']} lost that exact selection of that share finds, {sums['better']} found that it loses"
+    return Mark(f"recall with {label} equals exact selection's", sums["worse"] <= sums["better"], figures)
 
 
 def _recall(recall: Mapping[str, Any], label: str) -> dict[str, int] | None:
     """All lengths and kinds of question together."""
-    names = ("found", "of", "lost", "gained", "exact_too")
+    names = ("found", "of", "lost", "gained", "exact_too", "worse", "better")
     found = dict.fromkeys((*names, "full"), 0) | {"judged": 1}
     for by_label in recall.values():
         if label not in by_label:

@@ -113,7 +113,8 @@ def divergences(results: Results) -> dict[str, dict[str, Any]]:
 
 def recalls(results: Results) -> dict[str, dict[str, Any]]:
     """By length and label: facts found, by themselves and all in one answer, by depth; against the full cache's answers
-    ``lost`` and ``gained``, and ``exact_too``, how many of the lost ones exact selection of the same share loses."""
+    ``lost`` and ``gained``, and ``exact_too``, how many of the lost ones exact selection of the same share loses;
+    ``worse`` and ``better``, those that it finds and this one does not, and the other way round."""
     found: dict[str, dict[str, Any]] = {}
     for (length, label), cells in results.hidden.items():
         here: dict[str, Any] = {"selected": round(float(np.mean([cell["selected"] for cell in cells])), 4)}
@@ -129,6 +130,8 @@ def recalls(results: Results) -> dict[str, dict[str, Any]]:
                 "lost": int((full & ~mine).sum()),
                 "gained": int((mine & ~full).sum()),
                 "exact_too": None if oracle is None else int((full & ~mine & ~oracle).sum()),
+                "worse": None if oracle is None else int((oracle & ~mine).sum()),
+                "better": None if oracle is None else int((mine & ~oracle).sum()),
             }
         found.setdefault(str(length), {})[label] = here
     return found
