@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from kvd.errors import Busy, InvalidArgument, NotFound, UnsupportedLayout
 from kvd.layout.descriptor import Placed
-from kvd.layout.geometry import Geometry
 from kvd.memory.device import NpuDevice
 from kvd.memory.pool import Pool
 from kvd.memory.tensors import TensorMemory, lease_tensors
@@ -162,7 +161,7 @@ class Placing:
             blocks=blocks,
             table=table,
         ).rows[0]
-        geometry = Geometry(placed)
+        geometry = placed.geometry
         return await lease_tensors(self._pool, device, [geometry.tensor_stride] * geometry.tensors, client)
 
     def _device(self, placement: Placement) -> NpuDevice | None:
@@ -253,7 +252,7 @@ def _describe(layout: PartLayout, placement: Placement, memory: TensorMemory, bl
 
 def tensor_map(placed: Placed, memory: TensorMemory, blocks: int) -> TensorMap:
     """A :class:`Placed` in the form that processes get."""
-    geometry, layout = Geometry(placed), placed.layout
+    geometry, layout = placed.geometry, placed.layout
     digits = []
     for axis, of_axis in layout.axes:
         for position, digit in enumerate(of_axis):

@@ -7,6 +7,7 @@ the other. Pure arithmetic on what both daemons know of each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -83,13 +84,12 @@ def in_lease(layout: PartLayout, lengths: Sequence[int], head_start: int, placem
     ``placement`` is the other end's, which says what the elements are.
     """
     form = _lease_layout(placement.dtype)
+    starts = layout.layer_offset(0) + layout.layer_stride * np.arange(layout.layers, dtype=np.int64)
     rows = []
     for row, length in enumerate(lengths):
         held = _held(layout, length, head_start, placement)
-        bases = [
-            layout.layer_offset(layer) + row * layout.capacity * layout.token_bytes for layer in range(layout.layers)
-        ]
-        rows.append(Placed(form, held, room={"t": layout.capacity}, bases=np.array(bases, np.int64)))
+        bases = starts + row * layout.capacity * layout.token_bytes
+        rows.append(Placed(form, held, room={"t": layout.capacity}, bases=bases))
     return Tensors(tuple(rows), 1, 1)
 
 
@@ -145,6 +145,7 @@ def on_device(
     return Tensors(rows, channels, placement.block_tokens)
 
 
+@functools.lru_cache(maxsize=64)
 def device_layout(placement: Placement, *, channels: int, alignment: int) -> Layout:
     """The layout that a placement names; raises :class:`UnsupportedLayout`."""
     form = named.get(
@@ -247,6 +248,7 @@ def _held(layout: PartLayout, length: int, head_start: int, placement: Placement
     }
 
 
+@functools.lru_cache(maxsize=32)
 def _lease_layout(codec: str) -> Layout:
     """As :class:`~kvd_client.spec.PartLayout` arranges one row."""
     return Layout(

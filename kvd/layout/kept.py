@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.layout.descriptor import Placed
-from kvd.layout.plan import plan_regroup
+from kvd.layout.plan import check_convertible, check_pages, plan_regroup
 from kvd.layout.steps import RegroupPlan
 
 MAX_BYTES = 32 << 20
@@ -38,6 +38,7 @@ class Plans:
         """Where the first tensor lay at the source and at the target, and the plan."""
         self._forms: dict[Hashable, int] = {}
         self._next_form = 0
+        self._fitting: set[tuple[int, int, bool]] = set()
 
     def number(self, form: Hashable) -> int:
         """A number for a form: the same for equal ones, and never another's."""
@@ -48,6 +49,17 @@ class Plans:
             found = self._forms[form] = self._next_form
             self._next_form += 1
         return found
+
+    def check(self, source: Placed, target: Placed, *, pages_only: bool = False) -> None:
+        """As :func:`~kvd.layout.plan.check_convertible`, or :func:`~kvd.layout.plan.check_pages` with ``pages_only``;
+        what has passed once is not looked at again."""
+        key = End(source, self).form, End(target, self).form, pages_only
+        if key in self._fitting:
+            return
+        (check_pages if pages_only else check_convertible)(source, target)
+        if len(self._fitting) >= MAX_FORMS:
+            self._fitting.clear()
+        self._fitting.add(key)
 
     def plan(
         self,

@@ -84,10 +84,10 @@ class TensorMemory:
 
     def grant(self, fabric: Fabric) -> list[ChannelSlice]:
         """Let a peer write into the tensors, and nothing else of the device."""
-        found = []
+        found, extents = [], self.extents()
         for channel in range(self.channels):
             region, begin = self.region(channel, fabric.name)
-            for start, nbytes in self.extents():
+            for start, nbytes in extents:
                 grant = fabric.grant(region, begin + start, nbytes, writable=True)
                 found.append(ChannelSlice(channel, start, nbytes, fabric, grant))
         return found

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import KvdError
+from kvd.tensors import Tensors
 from kvd.transfer.events import FetchRequested, SessionId
 from kvd.transfer.part import Part
 from kvd.types import Lane, NodeId, Path, TransferId
@@ -52,6 +53,8 @@ class BindSink:
     layout: PartLayout
     grant: bytes
     target: Target | None = None
+    tensors: Tensors | None = dataclasses.field(default=None, repr=False)
+    """The sink's, as ``target`` describes them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

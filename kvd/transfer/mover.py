@@ -65,12 +65,12 @@ class Mover:
                     token = moving.offer(move, session)
                     self._submit(move.account(transfer))
                 else:
-                    await moving.push(move, record, session, plans)
+                    masks = await moving.push(move, record, session, plans, instruction)
                     self._submit(move.account(transfer))
                     # The link is free for the next batch while this one's masks are on their way.
                     self._sent(instruction.nbytes)
                     self._submit(ev.WriteCompleted(transfer, write))
-                    await moving.mark_far(move, record, session, instruction)
+                    await moving.mark_far(move, record, session, masks)
         except Exception as wrong:
             error = as_kvd_error(wrong)
             if not isinstance(wrong, KvdError):

@@ -13,21 +13,21 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from kvd.errors import Aborted, InvalidArgument, KvdError, RemoteAccessError
+from kvd.errors import Aborted, InvalidArgument, RemoteAccessError
 from kvd.fabric.base import Fabric, Grant, Operation, Region
 from kvd.layout.execute import in_turns
 from kvd.layout.steps import RegroupPlan
-from kvd.mask import mark, mask_view
+from kvd.mask import mark, mask_views
 from kvd.memory.leases import Lease
 from kvd.memory.pool import Pool
 from kvd.memory.tensors import within
 from kvd.plan import plan_masks
-from kvd.tensors import Layers, Route, in_lease, of_target
+from kvd.tensors import Layers, Route, in_lease
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.parties import Record, Session
@@ -42,6 +42,8 @@ interpreter's lock while this one is busy sending, and has several to take."""
 TURN_BYTES = 8 << 20
 """Of what is regrouped on the loop's thread at once where no processor is free for another thread: a millisecond, as
 much as the socket has to send meanwhile. From here on the kernel's stores go past the caches."""
+FEW = 64
+"""Requests of a batch that are sorted one by one. Most batches have one for each channel."""
 PROCESSORS = 3
 """From so many on another thread regroups while the loop sends. With two, the loop and a peer or an inference process
 on the same host have both: the thread would be given the interpreter's lock without a processor to run on, and the loop
@@ -66,15 +68,19 @@ class Move:
         for operation in list(self.operations):
             operation.cancel()
 
-    async def run(self, operations: Iterable[Operation]) -> None:
-        """Start a batch and wait for all of it; raises the first error once nothing of it touches memory any more."""
+    async def run(self, operations: Iterable[Operation], meanwhile: Callable[[], None] | None = None) -> None:
+        """Start a batch and wait for all of it; raises the first error once nothing of it touches memory any more.
+        ``meanwhile`` is called once its first bytes have left."""
         started: list[Operation] = []
         failed: BaseException | None = None
         try:
             for operation in operations:
                 started.append(operation)
                 self.operations.add(operation)
-        except KvdError as error:
+            if meanwhile is not None:
+                await asyncio.sleep(0)
+                meanwhile()
+        except Exception as error:  # whatever it is, what has been started must end first
             failed = error
         if failed is not None or self.cancelled:
             self.cancel()
@@ -143,16 +149,54 @@ def few_processors() -> bool:
     return len(os.sched_getaffinity(0)) < PROCESSORS
 
 
-async def push(move: Move, record: Record, session: Session, plans: Sequence[RegroupPlan]) -> None:
+@dataclasses.dataclass(slots=True, eq=False)
+class Masks:
+    """The mask bytes of a batch of the record's, and the notification, ready to be written."""
+
+    rows: Descriptors
+    notify: bytes
+
+
+def masks_of(record: Record, instruction: do.WriteTensors) -> Masks:
+    """Mark a batch's tokens here, where their mask bytes are copied from, and say what is to be written there."""
+    assert record.sink is not None
+    views = mask_views(record.lease.memory, record.layout)
+    for layer, ranges in instruction.layers:
+        mark(views[layer], ranges)
+    rows = plan_masks(record.layout, record.sink.layout, instruction.layers, source_offset=record.lease.offset)
+    arrived = [LayerRanges(layer, list(ranges)) for layer, ranges in instruction.layers]
+    return Masks(rows, msgspec.msgpack.encode(TensorsArrived(record.sink.sink, arrived, instruction.path.value)))
+
+
+async def push(
+    move: Move, record: Record, session: Session, plans: Sequence[RegroupPlan], instruction: do.WriteTensors
+) -> Masks:
     """Write what is staged as one batch into the sink's buffers. Raises :class:`RemoteAccessError`, before a byte is
-    written, where the sink has not granted what the plans need."""
+    written, where the sink has not granted what the plans need. Returns what :func:`mark_far` writes then."""
     assert record.sink is not None
     assert move.staging is not None
     target = record.sink.target
     grants = target.grants if target is not None else [ChannelGrant(0, 0, record.sink.layout.nbytes, record.sink.grant)]
-    region, at = move.staging.region(session.fabric.name), move.staging.offset
+    region = move.staging.region(session.fabric.name)
+    writes = writes_to(grants, plans, move.staging.offset)
+    move.requests += sum(len(rows) for _, rows in writes)
+    masks: list[Masks] = []
+    await move.run(
+        (session.endpoint.write(Lane.BULK, region, token, rows) for token, rows in writes),
+        meanwhile=lambda: masks.append(masks_of(record, instruction)),
+    )
+    return masks[0]
+
+
+def writes_to(
+    grants: Sequence[ChannelGrant], plans: Sequence[RegroupPlan], offset: int
+) -> list[tuple[bytes, Descriptors]]:
+    """The plans' requests by the grant's token, their staging memory end to end from ``offset`` on. Raises
+    :class:`RemoteAccessError` for what lies in none."""
+    if sum(len(plan.requests) for plan in plans) <= FEW and (few := _few_writes(grants, plans, offset)) is not None:
+        return few
     writes: list[tuple[bytes, Descriptors]] = []
-    for channel, descriptors in by_channel(plans, at).items():
+    for channel, descriptors in by_channel(plans, offset).items():
         found = 0
         for grant in grants:
             if grant.channel == channel:
@@ -166,22 +210,35 @@ async def push(move: Move, record: Record, session: Session, plans: Sequence[Reg
                 "nothing was written",
                 channel=channel,
             )
-        move.requests += found
-    await move.run(session.endpoint.write(Lane.BULK, region, token, rows) for token, rows in writes)
+    return writes
 
 
-async def mark_far(move: Move, record: Record, session: Session, instruction: do.WriteTensors) -> None:
+def _few_writes(
+    grants: Sequence[ChannelGrant], plans: Sequence[RegroupPlan], offset: int
+) -> list[tuple[bytes, Descriptors]] | None:
+    """As :func:`writes_to`, for a quarter of what NumPy's calls cost; None where a request lies in no grant."""
+    of_channel: dict[int, list[tuple[int, int, bytes, list[tuple[int, int, int]]]]] = {}
+    for grant in grants:
+        of_channel.setdefault(grant.channel, []).append((grant.start, grant.start + grant.nbytes, grant.token, []))
+    for plan in plans:
+        for source, channel, target, nbytes in plan.requests.tolist():
+            for start, stop, _, rows in of_channel.get(channel, ()):
+                if start <= target and target + nbytes <= stop:
+                    rows.append((source + offset, target - start, nbytes))
+                    break
+            else:
+                return None
+        offset += plan.staging_bytes
+    found = (one for each in of_channel.values() for one in each)
+    return [(token, np.array(rows, np.int64)) for _, _, token, rows in found if rows]
+
+
+async def mark_far(move: Move, record: Record, session: Session, masks: Masks) -> None:
     """Every byte of a batch is in place: write its mask bytes, and tell the sink's daemon. On the urgent lane, since on
     the other one they would wait behind the next batch."""
     assert record.sink is not None
-    for layer, ranges in instruction.layers:
-        mark(mask_view(record.lease.memory, record.layout, layer), ranges)
-    masks = plan_masks(record.layout, record.sink.layout, instruction.layers, source_offset=record.lease.offset)
-    arrived = [LayerRanges(layer, list(ranges)) for layer, ranges in instruction.layers]
-    notify = msgspec.msgpack.encode(TensorsArrived(record.sink.sink, arrived, instruction.path.value))
-    region = record.lease.region(session.fabric.name)
-    grant = record.sink.grant
-    await move.run([session.endpoint.write(Lane.URGENT, region, grant, masks, notify=notify)])
+    region, grant = record.lease.region(session.fabric.name), record.sink.grant
+    await move.run([session.endpoint.write(Lane.URGENT, region, grant, masks.rows, notify=masks.notify)])
 
 
 def offer(move: Move, session: Session) -> bytes:
@@ -234,8 +291,9 @@ async def pull(move: Move, record: Record, session: Session, message: Staged) ->
         move.requests += len(rows)
     move.nbytes = nbytes
     await move.run(session.endpoint.read(Lane.BULK, region, message.grant, rows) for region, rows in reads)
+    views = mask_views(record.lease.memory, record.layout)
     for layer, ranges in layers:
-        mark(mask_view(record.lease.memory, record.layout, layer), ranges)
+        mark(views[layer], ranges)
 
 
 def by_channel(plans: Sequence[RegroupPlan], offset: int) -> dict[int, Descriptors]:
@@ -266,8 +324,8 @@ def bind(record: Record) -> None:
     else:
         assert target is not None
         form, placement = in_lease(record.layout, record.lengths, record.head_start, target.placement), target.placement
-    if target is not None:
-        theirs = of_target(record.sink.layout, record.lengths, record.head_start, target)
+    if record.sink.tensors is not None:
+        theirs = record.sink.tensors
     else:
         theirs = in_lease(record.sink.layout, record.lengths, record.head_start, placement)
     record.route = Route(form, theirs, (record.head_start, record.head_start + record.layout.heads))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvd.errors import Aborted, Busy, InvalidArgument, KvdError, error_from_code
+from kvd.errors import Aborted, Busy, KvdError, error_from_code
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book, shutting_down
@@ -16,7 +16,7 @@ from kvd.transfer.part import Part, SinkPart, SourcePart, State
 from kvd.transfer.policy import choose_policy
 from kvd.transfer.queue import SendQueue
 from kvd.transfer.rendezvous import WaitingOpen
-from kvd.transfer.staging import check_target, grain_of, unit_of
+from kvd.transfer.staging import fit_target, grain_of, unit_of
 from kvd.types import NodeId, Role, TransferId
 from kvd.wire import messages as wire
 
@@ -75,16 +75,17 @@ def on_open(book: Book, event: ev.MessageReceived, now: float) -> None:
 
 
 def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, message: wire.Open, now: float) -> None:
-    error = why_not(part, message) or check_target(part, message)
+    error = why_not(part, message)
     if error is not None:
         refuse(book, session, message.sink, error)
         return
     try:
+        tensors = fit_target(part, message)
         policy = _policy(book, part, session, message)
         part.regroups = part.placement is not None or message.target is not None
         unit = unit_of(part, message.target, policy)
-    except InvalidArgument as mistake:
-        refuse(book, session, message.sink, mistake)
+    except KvdError as misfit:
+        refuse(book, session, message.sink, misfit)
         return
     part.state = State.RUNNING
     part.session, part.peer, part.peer_transfer = session, node, message.sink
@@ -111,7 +112,7 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
     if part.finished:
         part.queue.finish()
     part.metadata_queue.extend(sorted(part.metadata_ready))
-    book.emit(do.BindSink(part.transfer, session, message.sink, message.layout, message.grant, message.target))
+    book.emit(do.BindSink(part.transfer, session, message.sink, message.layout, message.grant, message.target, tensors))
     book.emit(do.SendMessage(session, wire.Accepted(transfer=message.sink, source=part.transfer, mode=policy.mode)))
     work_added(book, part)
 

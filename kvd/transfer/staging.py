@@ -15,13 +15,11 @@ from kvd.errors import (
     Aborted,
     FabricError,
     InvalidArgument,
-    KvdError,
     RemoteAccessError,
     UnsupportedLayout,
     error_from_code,
 )
-from kvd.layout.plan import check_convertible, check_pages
-from kvd.tensors import Tensors, in_lease, of_target
+from kvd.tensors import PLANS, Tensors, in_lease, of_target
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.book import Book
@@ -59,23 +57,23 @@ def unit_of(part: SourcePart, target: Target | None, policy: Policy) -> str:
     return unit
 
 
-def check_target(part: SourcePart, message: wire.Open) -> KvdError | None:
-    """Why this source can't bring its tokens into the sink's layout; None if it can, or has to find out itself."""
+def fit_target(part: SourcePart, message: wire.Open) -> Tensors | None:
+    """The sink's tensors, None where it has none of its own; raises :class:`KvdError` where this source can't bring its
+    tokens into them, as far as the core can tell."""
     target = message.target
     if target is None:
-        return check_grain(part, message)
-    try:
-        theirs = of_target(message.layout, part.lengths, part.head_start, target)
-        placement = part.placement or target.placement
-        # Where the source's tensors lie is not the core's to know, but which part of the model's they are is.
-        plain = msgspec.structs.replace(part.layout, placed=False)
-        mine = in_lease(plain, part.lengths, part.head_start, placement)
-        _check_elements(mine, theirs)
-        for one, other in zip(mine.rows, theirs.rows, strict=True):
-            (check_convertible if part.placement is None else check_pages)(one, other)
-    except KvdError as error:
-        return error
-    return check_grain(part, message)
+        check_grain(part, message)
+        return None
+    theirs = of_target(message.layout, part.lengths, part.head_start, target)
+    placement = part.placement or target.placement
+    # Where the source's tensors lie is not the core's to know, but which part of the model's they are is.
+    plain = msgspec.structs.replace(part.layout, placed=False)
+    mine = in_lease(plain, part.lengths, part.head_start, placement)
+    _check_elements(mine, theirs)
+    for one, other in zip(mine.rows, theirs.rows, strict=True):
+        PLANS.check(one, other, pages_only=part.placement is not None)
+    check_grain(part, message)
+    return theirs
 
 
 def _check_elements(source: Tensors, target: Tensors) -> None:
@@ -91,17 +89,16 @@ def _check_elements(source: Tensors, target: Tensors) -> None:
         )
 
 
-def check_grain(part: SourcePart, message: wire.Open) -> KvdError | None:
-    """Why tokens that the sink holds already can't be left out; None if they can."""
+def check_grain(part: SourcePart, message: wire.Open) -> None:
+    """Raise :class:`UnsupportedLayout` unless the tokens that the sink holds already can be left out."""
     grain = grain_of(part, message.target)
     for piece in message.held:
         if piece.start % grain or (piece.stop % grain and piece.stop != part.lengths[piece.row]):
-            return UnsupportedLayout(
+            raise UnsupportedLayout(
                 f"the sink of request {part.request!r} holds tokens {piece.start} to {piece.stop} of row {piece.row}, "
                 f"and the layout moves blocks of {grain}; hold whole blocks",
                 differ={"held": [grain, [piece.row, piece.start, piece.stop]]},
             )
-    return None
 
 
 # --- at the source ---------------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.errors import Aborted
+from kvd.errors import Aborted, RemoteAccessError
+from kvd.fabric.base import Operation
 from kvd.layout.execute import regroup
 from kvd.memory.pool import Pool
 from kvd.tensors import Route, in_lease, on_device
 from kvd.transfer import moving
 from kvd.transfer.moving import Move
-from kvd_client.layouts import Placement
+from kvd_client.layouts import ChannelGrant, Placement
 from kvd_client.spec import PartLayout, TokenRange
 
 LAYOUT = PartLayout(layers=2, heads=2, entry_bytes=256, rows=1, capacity=96)
@@ -108,6 +109,57 @@ async def test_block_formats_are_regrouped_in_a_thread(
     monkeypatch.setattr(moving.asyncio, "to_thread", recording(asyncio.to_thread, threads))
     await moving.stage(pool, asyncio.Lock(), Move(), record, LAYERS)
     assert threads
+
+
+@pytest.mark.parametrize("granted", ["whole", "in pieces", "not all"])
+def test_requests_go_by_the_grants_that_they_lie_in(record: Any, monkeypatch: pytest.MonkeyPatch, granted: str) -> None:
+    """A few of them one by one, many at once, with the same result."""
+    plans = [record.route.plan([(layer, (TokenRange(0, 0, 90),))])[0] for layer in range(2)]
+    grants = [ChannelGrant(channel, 0, 1 << 20, bytes([channel])) for channel in range(3)]
+    if granted == "in pieces":  # of one tensor each
+        size = record.route.target.rows[0].geometry.tensor_stride
+        grants = [ChannelGrant(c, size * n, size, bytes([c, n])) for c in range(3) for n in range(4)]
+    elif granted == "not all":
+        del grants[1]
+    if granted == "in pieces":  # a run of two tensors lies in no grant of one
+        plans = [record.route.plan([(0, (TokenRange(0, 0, 32),))])[0]]
+    found = []
+    for few in (64, 0):
+        monkeypatch.setattr(moving, "FEW", few)
+        if granted == "not all":
+            with pytest.raises(RemoteAccessError, match="pieces of channel 1 lie outside") as caught:
+                moving.writes_to(grants, plans, 4096)
+            assert caught.value.fields["channel"] == 1
+        else:
+            found.append([(token, rows.tolist()) for token, rows in moving.writes_to(grants, plans, 4096)])
+    if found:
+        assert sorted(found[0]) == sorted(found[1])
+        assert sum(length for _, rows in found[0] for *_, length in rows) == sum(plan.staging_bytes for plan in plans)
+
+
+async def test_what_is_prepared_meanwhile_fails_after_what_has_been_started() -> None:
+    started = Started()
+
+    def meanwhile() -> None:
+        assert not started.cancelled
+        raise ValueError("of no fabric")
+
+    with pytest.raises(ValueError, match="of no fabric"):
+        await Move().run([started], meanwhile)
+    assert started.cancelled
+    assert started.done.done()
+
+
+class Started(Operation):
+    """An operation that ends a while after it has been cancelled."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.get_running_loop().create_future()
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.done.get_loop().call_soon(self.done.set_exception, Aborted("cancelled"))
 
 
 def recording(function: Any, calls: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import InvalidArgument, KvdError, UnsupportedLayout
+from kvd.layout import kept
 from kvd.layout.execute import regroup
 from kvd.layout.kept import Plans
 from kvd.layout.steps import RegroupPlan
@@ -86,6 +88,27 @@ def test_a_plan_serves_transfers_of_the_same_form() -> None:
         assert plans.made == made
     Route(lease, tiles, (0, 1), plans).plan(layers)
     assert plans.made == made + 1
+
+
+def test_what_fits_once_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in the device's memory; what doesn't fit is refused each time."""
+    looks: list[Any] = []
+    properly = kept.check_convertible
+    monkeypatch.setattr(kept, "check_convertible", lambda *ends: (looks.append(ends), properly(*ends)))
+    plans, lease = Plans(), in_lease(LAYOUT, LENGTHS, 0, TILES)
+    for base in (0, 40960):
+        for one, other in zip(lease.rows, device(bases=base + np.arange(10) * 10240).rows, strict=True):
+            plans.check(one, other)
+    assert len(looks) == len(LENGTHS)
+    half = dataclasses.replace(lease.rows[0], held={**lease.rows[0].held, "t": (0, 40)})  # ends inside a tile
+    for _ in range(2):
+        with pytest.raises(UnsupportedLayout):
+            plans.check(half, device().rows[0])
+    assert len(looks) == len(LENGTHS) + 2
+    # how the elements convert is not asked where the core doesn't know what the source has
+    blocks = device(Placement(layout="tenstorrent", codec="bfp8_b")).rows[0]
+    for ends in ((blocks, lease.rows[0]), (lease.rows[0], blocks)):
+        plans.check(*ends, pages_only=True)
 
 
 def test_plans_that_were_not_used_for_long_go() -> None:
