@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 
 from kvd_client.doorbell import Doorbell
-from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, KvdError, LeaseExpired, ProtocolError
+from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, LeaseExpired, ProtocolError
 from kvd_client.exchange import NOTICE_S, Exchange, close_fds, error_of
 from kvd_client.mapping import Mapping
 from kvd_client.parts import OpenedCache, Part, map_channels, raise_if_failed
@@ -92,7 +92,7 @@ class Connection(Exchange):
                 dropped = functools.partial(self._orphans.append, Release(transfer=reply.transfer))
                 channels = map_channels(reply.tensors, fds[1:])
                 part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped), channels)
-            except KvdError:
+            except BaseException:  # an interrupt, too: nobody else could ever give it back
                 self._orphans.append(Release(transfer=reply.transfer))
                 raise
         finally:
@@ -110,7 +110,7 @@ class Connection(Exchange):
                 raise ProtocolError(f"the daemon answered the opening of a cache with {type(reply).__name__}")
             try:
                 opened = OpenedCache(reply, map_channels(reply.tensors, fds))
-            except KvdError:
+            except BaseException:  # an interrupt, too: nobody else could ever give it back
                 self._orphans.append(CloseCache(cache=reply.cache))
                 raise
         finally:
