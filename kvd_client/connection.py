@@ -110,7 +110,7 @@ class Connection(Exchange):
             # A source writes every page; a sink may read few, and the kernel maps its faults' neighbours with them.
             source = isinstance(message, OpenSource)
             part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped, whole=source), channels)
-        except BaseException:
+        except BaseException:  # an interrupt, too: nobody else could ever give it back
             if isinstance(reply, Opened):
                 self._orphans.append(Release(transfer=reply.transfer))
             raise
@@ -130,7 +130,7 @@ class Connection(Exchange):
             try:
                 self._check_descriptors(reply, fds)
                 opened = OpenedCache(reply, map_channels(reply.tensors, fds))
-            except BaseException:
+            except BaseException:  # an interrupt, too: nobody else could ever give it back
                 self._orphans.append(CloseCache(cache=reply.cache))
                 raise
         finally:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.listeners import ATTACKS, run
+from tests.fuzz.attackers import ATTACKS
+from tests.fuzz.listeners import run
 
 
 @pytest.mark.timeout(300)

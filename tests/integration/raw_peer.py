@@ -16,8 +16,8 @@ from kvd.types import Lane
 from kvd.wire import framing
 from kvd.wire.guard import GuardWriter
 from kvd.wire.messages import Notification, Ping, Pong, WireMessage
+from tests.fuzz.attackers import PeerAttack
 from tests.fuzz.generate import pack_frame
-from tests.fuzz.listeners import PeerAttack
 from tests.integration.daemons import DaemonProcess
 from tests.integration.fault_helpers import WAIT_S
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvd_client import Client
+from kvd_client import Client, connection
 from kvd_client.errors import (
     Aborted,
     Busy,
@@ -106,6 +106,19 @@ def test_a_dropped_transfer_is_given_back_with_its_last_view(server, client):
     assert len(server.service.parts) == 1
     view[:] = 1
     del view
+    client.status()
+    assert server.service.parts == {}
+
+
+def test_what_was_opened_for_somebody_who_is_interrupted_is_given_back(server, client, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "Mapping", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.prefill("r", SPEC, [3])
+    assert len(server.service.parts) == 1
     client.status()
     assert server.service.parts == {}
 

@@ -20,7 +20,7 @@ from collections import Counter
 import psutil
 
 from .links import Violation
-from .requests import make_plan
+from .plans import make_plan
 from .world import World
 
 HOUR_S = 3600.0

@@ -1,8 +1,4 @@
-"""One node: the real core, and what carries out its instructions, as the daemon's engine does, on modelled links.
-
-Every rule that the core and its surroundings must keep is checked here at the moment at which it could be broken;
-:class:`Violation` tells which one was.
-"""
+"""One node: the real core, and what carries out its instructions, as the daemon's engine does, on modelled links."""
 
 from __future__ import annotations
 
@@ -16,16 +12,15 @@ import numpy as np
 from kvd.errors import Aborted, FabricError, KvdError, PeerLost, PeerUnreachable
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
-from kvd.transfer.book import Book
 from kvd.transfer.core import Settings, TransferCore
 from kvd.types import Role
 from kvd.wire import messages as wire
 from kvd.wire.messages import WireMessage
-from kvd_client.spec import MASK_LOCAL, TokenRange
+from kvd_client.spec import MASK_LOCAL
 
-from . import selective, tensors
+from . import checks, selective, tensors
 from .links import BULK, CONTROL, End, FetchAnswer, Operation, Record, Violation, Write, in_order
-from .memory import Bytes, Grant, Memory, every, some
+from .memory import Bytes, Grant, Memory, every
 
 if TYPE_CHECKING:
     from .world import World
@@ -122,11 +117,11 @@ class Node:
             self.instructions += 1
             self.execute[type(instruction)](instruction)
         if self.failed:
-            self._check_siblings()
+            checks.siblings(self)
         if type(event.message if isinstance(event, ev.MessageReceived) else event) in TIMELESS:
             return
         due = self.core.next_timer()
-        self._check_timers(due)
+        checks.timers(self, due)
         if due is not None and isinstance(event, ev.Tick) and due <= world.now:
             raise Violation(f"{self.name}: a tick at {world.now} leaves a timer of {due}")
         if due is not None and (self.tick_at is None or due < self.tick_at):
@@ -137,28 +132,6 @@ class Node:
         if self.tick_at == due:
             self.tick_at = None
             self.feed(ev.Tick())
-
-    def _check_timers(self, due: float | None) -> None:
-        """What the core keeps in order is what looking at all parts would find."""
-        running = [part for part in self.core.parts.values() if not part.ended]
-        limits = [part.expiry for part in running]
-        waiting = self.core._book.rendezvous.next_expiry()
-        first = min(limits if waiting is None else [*limits, waiting], default=None)
-        if due != first:
-            raise Violation(f"{self.name}: the next timer is {due}, and something waits until {first}")
-        if self.core.unfinished != len(running):
-            raise Violation(f"{self.name}: {self.core.unfinished} parts unfinished, and {len(running)} have not ended")
-
-    def _check_siblings(self) -> None:
-        for record in self.failed:
-            for other in self.records.values():
-                same = (other.role, other.attempt.request) == (record.role, record.attempt.request)
-                if same and not other.code:
-                    raise Violation(
-                        f"{self.name}: part {record.transfer} failed and its sibling {other.transfer} runs on",
-                        record.request,
-                    )
-        self.failed.clear()
 
     # --- instructions -----------------------------------------------------------------------------------------------
 
@@ -252,11 +225,11 @@ class Node:
         record = self.live(instruction.transfer, "WriteTokens")
         layout, name = record.lease.layout, self.name
         # A turn may concern several layers, a write each; the window must have been open when the turn began.
-        end = self.check_write(record, instruction, turn=max(self.settings.chunk, layout.token_bytes))
+        end = checks.write(self, record, instruction, turn=max(self.settings.chunk, layout.token_bytes))
         tokens = sum(r.stop - r.start for r in instruction.ranges)
         selective.check_tokens(self, record, end, instruction.path, instruction.layer, tokens)
         for r in instruction.ranges:
-            self.check_sent(record, instruction.layer, r, np.s_[instruction.layer, r.row, r.start : r.stop])
+            checks.sent(self, record, instruction.layer, r, np.s_[instruction.layer, r.row, r.start : r.stop])
         if instruction.nbytes != tokens * layout.token_bytes:
             raise Violation(f"{name}: {instruction} says the wrong number of bytes", record.request)
         if instruction.nbytes > max(self.settings.chunk, layout.token_bytes):
@@ -272,33 +245,6 @@ class Node:
                 instruction.path,
             )
         )
-
-    def check_sent(self, record: Record, layer: int, r: TokenRange, piece: Any) -> None:
-        """Note tokens as sent; each may be, once."""
-        name = self.name
-        if not 0 <= r.start < r.stop <= record.lengths[r.row] or not every(record.lease.known[piece]):
-            raise Violation(f"{name}: part {record.transfer} sends {r}, which was never rung", record.request)
-        if some(record.lease.sent[piece]):
-            raise Violation(f"{name}: part {record.transfer} sends {r} of layer {layer} twice", record.request)
-        record.lease.sent[piece] = True
-        if record.sink is not None:
-            if some(record.sink.known[piece]):
-                raise Violation(f"{name}: part {record.transfer} sends {r}, which the sink holds", record.request)
-            record.sink.sent[piece] = True
-
-    def check_write(
-        self, record: Record, instruction: do.WriteTokens | do.WriteTensors | do.WriteMetadata, turn: int
-    ) -> End:
-        """What holds for every bulk write; the end that it goes to."""
-        end = self.ends.get(instruction.session)
-        if end is None or instruction.session != record.bound:
-            raise Violation(f"{self.name}: a write of part {record.transfer} goes to the wrong session", record.request)
-        if instruction.write in self.writes:
-            raise Violation(f"{self.name}: write number {instruction.write} is used twice", record.request)
-        if end.in_flight + instruction.nbytes >= self.settings.window + turn:
-            raise Violation(f"{self.name}: {end.in_flight} bytes in flight, and another write", record.request)
-        end.in_flight += instruction.nbytes
-        return end
 
     def begin(self, operation: Write) -> None:
         """Set a write on its way."""
@@ -431,43 +377,3 @@ class Node:
     def _tell_lost(self, end: End) -> None:
         del self.ends[end.number]
         self.feed(ev.SessionLost(end.number, PeerLost(f"the session with {end.peer.node.name!r} ended")))
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def check_empty(self, sessions: bool) -> None:
-        """Everything has ended and been given back. ``sessions``: they have ended, too."""
-        book: Book = self.core._book
-        left: dict[str, Any] = {
-            "parts": book.parts,
-            "by_rank": book.by_rank,
-            "by_handle": book.by_handle,
-            "opens": book.rendezvous._opens,
-            "writes": book.writes,
-            "in flight": [
-                link for link in book.links.values() if link.in_flight or link.writes or link.turns or link.late
-            ],
-            "fetches in service": [link for link in book.links.values() if link.urgent],
-            "grants": self.memory.grants,
-            "operations": self.writes,
-            "stages": self.stages,
-        }
-        if sessions:
-            left |= {
-                "links": book.links,
-                "announcements": book.rendezvous._announced,
-                "announcements by session": book.rendezvous._announced_on,
-            }
-        for name, things in left.items():
-            if things:
-                raise Violation(f"{self.name}: at the end there are still {name}: {things}", self._whose(things))
-        if self.core.unfinished or self.core.next_timer() is not None:
-            raise Violation(f"{self.name}: at the end something is unfinished")
-        if self.memory.taken:
-            raise Violation(f"{self.name}: {self.memory.taken} leases were not given back")
-        for record in self.records.values():
-            if not record.code or not record.freed:
-                raise Violation(f"{self.name}: part {record.transfer} never ended", record.request)
-
-    def _whose(self, things: Any) -> str:
-        parts = [number for number in things if isinstance(number, int) and number in self.records]
-        return self.records[parts[0]].request if parts else ""

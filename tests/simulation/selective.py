@@ -20,6 +20,7 @@ from kvd.types import Path, Role
 from kvd.wire import messages as wire
 from kvd_client.spec import MASK_LOCAL
 
+from . import checks
 from .links import End, FetchAnswer, MetadataWrite, Record, Violation
 from .memory import Bytes, every, some
 
@@ -99,7 +100,7 @@ def unsent(queue: SendQueue) -> list[set[tuple[int, int, int]]]:
 def write_metadata(node: Node, instruction: do.WriteMetadata) -> None:
     record = node.live(instruction.transfer, "WriteMetadata")
     lease, layer = record.lease, instruction.layer
-    end = node.check_write(record, instruction, turn=lease.layout.metadata_stride)
+    end = checks.write(node, record, instruction, turn=lease.layout.metadata_stride)
     if instruction.nbytes != lease.layout.metadata_stride:
         raise Violation(f"{node.name}: {instruction} says the wrong number of bytes", record.request)
     if not lease.metadata_known[layer]:

@@ -23,7 +23,7 @@ from kvd.wire.messages import LayerRanges, Staged, TensorsArrived
 from kvd_client.layouts import UNITS, Placement, Target
 from kvd_client.spec import MASK_LOCAL, PartLayout, TokenRange
 
-from . import selective
+from . import checks, selective
 from .links import End, Record, Violation, Write
 from .memory import Bytes
 
@@ -111,7 +111,7 @@ def _check(node: Node, record: Record, instruction: do.WriteTensors) -> End:
     turn = max(node.settings.chunk, grain * layout.token_bytes)
     if unit == "layer" and len(part.writes) > BATCHES:
         raise Violation(f"{name}: part {record.transfer} has {len(part.writes)} batches at once", record.request)
-    end = node.check_write(record, instruction, turn=turn if unit == "chunk" else 1 << 30)
+    end = checks.write(node, record, instruction, turn=turn if unit == "chunk" else 1 << 30)
     if unit == "chunk" and instruction.nbytes > turn:
         raise Violation(f"{name}: {instruction} exceeds a chunk", record.request)
     tokens = 0
@@ -122,7 +122,7 @@ def _check(node: Node, record: Record, instruction: do.WriteTensors) -> End:
             tokens += r.stop - r.start
             if r.start % grain or (r.stop % grain and r.stop != record.lengths[r.row]):
                 raise Violation(f"{name}: part {record.transfer} sends {r}, no whole blocks of {grain}", record.request)
-            node.check_sent(record, layer, r, piece)
+            checks.sent(node, record, layer, r, piece)
     if instruction.nbytes != tokens * layout.token_bytes:
         raise Violation(f"{name}: {instruction} says the wrong number of bytes", record.request)
     if unit == "whole" and {layer for layer, _ in instruction.layers} != set(range(layout.layers)):

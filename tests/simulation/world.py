@@ -21,10 +21,12 @@ from kvd.wire import messages as wire
 from kvd_client.protocol import MODES
 from kvd_client.spec import TokenRange
 
+from . import checks
 from .links import BULK, CONTROL, URGENT, End, Session, Violation, in_order
 from .memory import Slab
 from .node import Node
-from .requests import Attempt, Plan, draw_fault, make_plan
+from .plans import Plan, draw_fault, make_plan
+from .requests import Attempt
 
 MAX_STEPS = 40_000
 
@@ -122,7 +124,7 @@ class World:
         self.clock.run(self._check, every=1)
         for node in self.nodes.values():
             if node.up:
-                node.check_empty(sessions=False)
+                checks.empty(node, sessions=False)
         for plan in self.plans:
             self._check_outcome(plan)
 
@@ -134,7 +136,7 @@ class World:
         self.clock.run(self._check, every=1)
         for node in self.nodes.values():
             if node.up:
-                node.check_empty(sessions=True)
+                checks.empty(node, sessions=True)
 
     def _check(self) -> None:
         if self.steps > self.most_steps:
