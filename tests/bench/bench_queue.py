@@ -24,7 +24,7 @@ from kvd.transfer.policy import Profiled, Selective, choose_policy
 from kvd.transfer.queue import SendQueue
 from kvd_client.spec import PartLayout, TokenRange
 
-LAYERS, TOKENS, BLOCKS, ENTRY, HEADS = 30, 2000, 1000, 256, 3
+LAYERS, TOKENS, BLOCKS, ENTRY, HEADS = 30, 2000, 1000, 512, 3
 PREFIX, SENT, TURN, PAGE = 0.95, 1 / 7, 64 << 10, 16
 CASES = {"by token": (1, HEADS), "by head": (HEADS, 1), "a batch of 8 by head": (8 * HEADS, 1)}
 """Rows of the layout, heads of each."""
