@@ -198,8 +198,10 @@ def _dial(path: str, timeout_s: float) -> socket.socket:
                 sock.getpeername()
                 connected = True
             except OSError as error:  # a signal has ended the wait, which Python takes for a connection
-                if error.errno != errno.ENOTCONN or time.monotonic() > deadline:
+                if error.errno != errno.ENOTCONN:
                     raise
+                if time.monotonic() > deadline:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
         sock.setblocking(False)
     except OSError as error:
         sock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client import Client, KVSpec
+from kvd_client.errors import DaemonUnreachable
 from tests.waiting import eventually
 
 WAIT_S = 60
@@ -28,6 +30,12 @@ def shell(redirections: str, *args: str, **environ: str) -> subprocess.Completed
         check=False,
         env=os.environ | environ,
     )
+
+
+def answers(address: Path) -> bool:
+    with contextlib.suppress(DaemonUnreachable), Client(address) as client:
+        return bool(client.status().node)
+    return False
 
 
 @pytest.mark.parametrize("command", [("errors",), ("plan", "layouts"), ("version",), ("config", "show")])
@@ -75,7 +83,7 @@ def test_an_encoding_that_lacks_a_name_shows_it_all_the_same(tmp_path: Path, opt
     line = f'exec "$0" -m kvd serve --socket {address} --listen 127.0.0.1:0'
     daemon = subprocess.Popen(["bash", "-c", line, sys.executable], stderr=subprocess.DEVNULL)
     try:
-        eventually("the daemon listens", address.exists)
+        eventually("the daemon answers", lambda: answers(address))
         with Client(address) as client, client.decode("caf\xe9 \u8336", spec, [4]):
             found = shell("", "status", "--socket", str(address), *options, PYTHONIOENCODING="latin-1")
     finally:
