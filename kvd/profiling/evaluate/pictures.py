@@ -75,7 +75,9 @@ def _divergence(divergence: Mapping[str, Any]) -> bytes:
     """KL divergence against the share that was selected, a line for each selector, a panel for each length."""
     figure, panels = _figure(len(divergence), 1, 3.2, 3.0)
     labels = {label for by_label in divergence.values() for label in by_label if label != FULL}
-    colours = {name: f"C{at}" for at, name in enumerate(sorted({Variant.parse(label).name for label in labels}))}
+    names = sorted({Variant.parse(label).name for label in labels})
+    # Ten colours, and the next ten names have them with other marks and lines.
+    looks = {name: {"color": f"C{at}", "fmt": ("o-", "s--", "^:")[at // 10 % 3]} for at, name in enumerate(names)}
     most = max(by_label[label]["selected"] for by_label in divergence.values() for label in by_label if label != FULL)
     for at, (panel, (length, by_label)) in enumerate(zip(panels[0], divergence.items(), strict=True)):
         lines: dict[str, list[tuple[float, float, float]]] = {}
@@ -85,13 +87,12 @@ def _divergence(divergence: Mapping[str, Any]) -> bytes:
                 lines.setdefault(Variant.parse(label).name, []).append(point)
         for name, points in sorted(lines.items()):
             x, y, error = zip(*sorted(points), strict=True)
-            panel.errorbar(x, y, yerr=error, marker="o", markersize=3, linewidth=1, color=colours[name], label=name)
+            panel.errorbar(x, y, yerr=error, markersize=3, linewidth=1, label=name, **looks[name])
         panel.set(yscale="log", title=f"{length} tokens", xlabel="share selected", xlim=(0, 1.1 * most))
         panel.title.set_fontsize("small")
         if not at:
             panel.set_ylabel("KL divergence from the full cache, nats")
-    handles, names = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, fontsize="x-small", loc="outside right center")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), fontsize="x-small", loc="outside right center")
     return _png(figure)
 
 
