@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 STREAM_FROM = 1 << 20
-"""Bytes of a copy into staging memory, which the caches have lost since it was used last, that pass them by. At 4 MiB it
-takes a quarter less time, and a tenth less with the checksum and the copy of a send behind it; at 1 MiB a fifth, and as
-much, but the link waits for the first."""
+"""Bytes of a copy into staging memory that pass the caches by, which have lost it since it was used last. At 4 MiB that
+takes a quarter less time, and a tenth less with the checksum and the copy of a send behind it; at 1 MiB a fifth less,
+and as much with them, but the link waits for the first."""
 
 
 def regroup(plan: RegroupPlan, sources: Sequence[Buffer], staging: Buffer) -> None:
