@@ -65,7 +65,13 @@ class Implementation(Protocol):
     ) -> int: ...
 
     def regroup(
-        self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int
+        self,
+        source: Bytes,
+        target: Bytes,
+        places: NDArray[np.int64],
+        dims: NDArray[np.int64],
+        item_bytes: int,
+        stream_from: int = 0,
     ) -> int: ...
 
     def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int: ...
@@ -155,9 +161,15 @@ class Native:
         return cast(int, self._c.top_k(self._avx2, scores, lengths, k, *scores.shape, out.shape[1], out))
 
     def regroup(
-        self, source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int
+        self,
+        source: Bytes,
+        target: Bytes,
+        places: NDArray[np.int64],
+        dims: NDArray[np.int64],
+        item_bytes: int,
+        stream_from: int = 0,
     ) -> int:
-        return cast(int, self._c.regroup(self._avx2, source, target, places, dims, item_bytes))
+        return cast(int, self._c.regroup(self._avx2, source, target, places, dims, item_bytes, stream_from))
 
     def zero(self, target: Bytes, offsets: NDArray[np.int64], nbytes: int) -> int:
         return cast(int, self._c.zero(self._avx2, target, offsets, nbytes))

@@ -193,7 +193,14 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=
 """Bits set in each byte."""
 
 
-def regroup(source: Bytes, target: Bytes, places: NDArray[np.int64], dims: NDArray[np.int64], item_bytes: int) -> int:
+def regroup(
+    source: Bytes,
+    target: Bytes,
+    places: NDArray[np.int64],
+    dims: NDArray[np.int64],
+    item_bytes: int,
+    stream_from: int = 0,
+) -> int:
     """For each box (s, t) of `places` (n, 2) and every index (a, b, …) below ``dims[:, 0]``: `item_bytes` bytes from
     ``s + a * dims[0, 1] + b * dims[1, 1] + …`` of `source` to ``t + a * dims[0, 2] + …`` of `target`.
     """

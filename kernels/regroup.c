@@ -252,15 +252,16 @@ static int read_box(Regroup *r, const int64_t *dims, int n, Py_ssize_t item, uin
 }
 
 const char kvd_regroup_doc[] =
-    "regroup(avx2, source, target, places, dims, item_bytes) -> int\n\n"
-    "places: pairs of int64, source and target offset of each box; dims: triples of int64, shape, source and target stride.";
+    "regroup(avx2, source, target, places, dims, item_bytes, stream_from) -> int\n\n"
+    "places: pairs of int64, source and target offset of each box; dims: triples of int64, shape, source and target stride;\n"
+    "stream_from: results of so many bytes and more bypass the caches, 0: as everywhere else.";
 
 PyObject *kvd_regroup(PyObject *self, PyObject *args)
 {
     int avx2;
-    Py_ssize_t item, bad = -1;
+    Py_ssize_t item, stream_from, bad = -1;
     Py_buffer source, target, places, dims;
-    if (!PyArg_ParseTuple(args, "py*w*y*y*n", &avx2, &source, &target, &places, &dims, &item)) return NULL;
+    if (!PyArg_ParseTuple(args, "py*w*y*y*nn", &avx2, &source, &target, &places, &dims, &item, &stream_from)) return NULL;
     int sound = places.len % 16 == 0 && dims.len % 24 == 0 && dims.len / 24 <= MAX_DIMS;
     if (sound) {
         Regroup r = {.target = target.buf, .source = source.buf, .places = places.buf, .n = (size_t)places.len / 16};
@@ -272,7 +273,7 @@ PyObject *kvd_regroup(PyObject *self, PyObject *args)
             if (__builtin_mul_overflow(bytes, (uint64_t)r.n, &total)) total = UINT64_MAX; /* boxes may share source bytes */
             CopyBox stream = NULL;
 #if HAVE_AVX2
-            if (avx2 && total >= STREAM_BYTES) stream = stream_for(&r.box);
+            if (avx2 && total >= (stream_from > 0 ? (uint64_t)stream_from : STREAM_BYTES)) stream = stream_for(&r.box);
 #endif
             BEGIN_WORK(total >= RELEASE_BYTES || r.n >= RELEASE_ENTRIES / 4);
             bad = places_refused(&r);

@@ -25,6 +25,8 @@ def regroup(
     source_strides: Sequence[int],
     target_strides: Sequence[int],
     item_bytes: int,
+    *,
+    stream_from: int = 0,
 ) -> None:
     """Copy boxes of one shape, each from one strided place to another (HAWK, section 4.3, step 1).
 
@@ -33,7 +35,7 @@ def regroup(
     `target`. Bytes of `target` in no box stay as they are; what two boxes both write is undefined.
 
     Fastest with the outermost target stride first, and with boxes that fill cache lines of 64 bytes in memory that
-    begins on one: then a result of 8 MiB and more bypasses the caches. The order of the boxes should be that of the
+    begins on one: then a large result bypasses the caches. The order of the boxes should be that of the
     side whose bytes lie apart, `source` when tiling and `target` when untiling: neighbours then share its lines and
     pages, which is worth up to 1.8x.
 
@@ -46,6 +48,8 @@ def regroup(
         source_strides: bytes between neighbours of each dim in `source`, 0 or more.
         target_strides: the same in `target`.
         item_bytes: contiguous bytes on both sides.
+        stream_from: how many bytes a large result has; 0: 8 MiB, from which on it pays whatever `target` is. Where that
+            has not been touched for long, so that its lines would have to be loaded to be written, less does, too.
 
     Raises:
         IndexError: a box leaves `source` or `target`; then nothing has been written.
@@ -69,6 +73,7 @@ def regroup(
         for size, source_stride, target_stride in zip(shape, source_strides, target_strides, strict=True)
     ]
     item_bytes = checks.positive(op, "item_bytes", item_bytes)
+    stream_from = checks.extent(op, "stream_from", stream_from, MAX_BYTES)
     src, result = checks.memory_of(op, "source", source), checks.memory_of(op, "target", target, writable=True)
     checks.apart(op, "target", result, ("source", src), ("places", places))
     if len(places) == 0 or 0 in shape:
@@ -76,7 +81,8 @@ def regroup(
     reach = [item_bytes + sum((size - 1) * strides[side] for size, *strides in dims) for side in (0, 1)]
     bad = 0
     if reach[0] <= src.size and reach[1] <= result.size:
-        bad = native.active.regroup(src, result, places, np.array(dims, np.int64).reshape(-1, 3), item_bytes)
+        triples = np.array(dims, np.int64).reshape(-1, 3)
+        bad = native.active.regroup(src, result, places, triples, item_bytes, stream_from)
     if bad >= 0:
         s, t = places[bad].tolist()
         raise IndexError(

@@ -61,8 +61,8 @@ def boxes(draw: Any) -> tuple[Any, int, int]:
 
 
 @CASES
-@given(boxes(), st.integers(0, 6), st.integers(0, 63), st.integers(0, 2**32 - 1))
-def test_regroup_is_the_definition(found: Any, n: int, offset: int, seed: int) -> None:
+@given(boxes(), st.integers(0, 6), st.integers(0, 63), st.integers(0, 2**32 - 1), st.sampled_from((0, 1)))
+def test_regroup_is_the_definition(found: Any, n: int, offset: int, seed: int, stream_from: int) -> None:
     box, source_reach, target_reach = found
     rng = np.random.default_rng(seed)
     source = random_bytes(seed, source_reach + 40)
@@ -73,7 +73,7 @@ def test_regroup_is_the_definition(found: Any, n: int, offset: int, seed: int) -
     for name in IMPLEMENTATIONS:
         target, whole = memory(size, offset)
         with using(name):
-            kernels.regroup(source, target, places, *box)
+            kernels.regroup(source, target, places, *box, stream_from=stream_from)
         assert target.tobytes() == expected.tobytes(), name
         assert (whole == 0x5A).sum() == whole.size - size + (expected == 0x5A).sum(), name
 
