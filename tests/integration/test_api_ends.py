@@ -111,7 +111,7 @@ def test_a_dropped_transfer_is_given_back_with_its_last_view(server, client):
 
 
 def test_what_was_opened_for_somebody_who_is_interrupted_is_given_back(server, client, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **_options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
