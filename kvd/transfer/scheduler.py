@@ -47,6 +47,8 @@ class Link:
     """When the first of them began."""
     estimate: RateEstimate = dataclasses.field(default_factory=RateEstimate)
     room: Room | None = None
+    _behind_fetch: bool = False
+    """A fetch has been served, and bulk has not filled its room since."""
     _sent: dict[int, tuple[float, bool]] = dataclasses.field(default_factory=dict)
     """Of each write under way: when it went out, and whether the room was full with it."""
 
@@ -84,12 +86,13 @@ class Link:
 
     @property
     def piece(self) -> int:
-        """Bytes of the next turn: several turns fit below the limit, so that the link never waits for one. The first
-        one on an idle link is small, since it measures the path: its own bytes take time, too, which would pass for the
-        path's where the link is slow."""
+        """Bytes of the next turn: several turns fit below the limit, so that the link never waits for one. The very
+        first one is small, since it measures the path: its own bytes take time, too, which would pass for the path's
+        where the link is slow. So is the first one behind a fetch: the next fetch may come at once."""
         if self.room is None:
             return self.chunk
-        return self._share(self.limit) if self.in_flight else min(self.chunk, MIN_CHUNK)
+        small = not self.in_flight and (self._behind_fetch or not self.room.measured)
+        return min(self.chunk, MIN_CHUNK) if small else self._share(self.limit)
 
     def _share(self, limit: int) -> int:
         return max(min(self.chunk, MIN_CHUNK), min(self.chunk, limit // 3))
@@ -115,6 +118,7 @@ class Link:
         if not self.urgent:
             self.urgent_since = now
         self.urgent += 1
+        self._behind_fetch = True
 
     def fetch_ended(self) -> None:
         self.urgent -= 1
@@ -138,7 +142,9 @@ class Link:
         self.in_flight += nbytes
         # The whole room, not the part of it that is left while fetches are served.
         room = int(self.room.nbytes) if self.room is not None else self.window
-        self._sent[write] = now, self.in_flight + self._share(room) > room
+        full = self.in_flight + self._share(room) > room
+        self._behind_fetch &= not full
+        self._sent[write] = now, full
 
     def began(self, write: int, now: float) -> None:
         """The bytes of a write, which had to be made first, go over from now on."""

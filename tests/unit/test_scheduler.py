@@ -361,6 +361,25 @@ def test_the_first_write_measures_the_path_and_not_itself() -> None:
     assert beside.link.in_flight / beside.rate <= 0.01
 
 
+def test_the_first_turn_is_small_behind_a_fetch_only() -> None:
+    """A small turn moves the ends of all that follow away from those of layers: each layer then takes two writes."""
+    link = Link(window=8 << 20, chunk=1 << 20, delay_s=0.01)
+
+    def burst(turns: int) -> int:
+        """Bytes of the first of so many turns on the idle link."""
+        for number in range(turns):
+            link.submitted(number, link.piece, "proactive", 0.0)
+        sizes = [link.completed(number, 0.001)[0] for number in range(turns)]
+        return sizes[0]
+
+    assert burst(1) == MIN_CHUNK  # measures the path
+    assert burst(1) == FIRST_WINDOW // 3
+    link.fetch_begins(0.002)
+    link.fetch_ended()
+    assert (burst(1), burst(4)) == (MIN_CHUNK, MIN_CHUNK)
+    assert burst(1) >= FIRST_WINDOW // 3  # the room was full meanwhile
+
+
 def test_a_fetch_in_service_leaves_bulk_a_quarter() -> None:
     link = Link(window=8 << 20, delay_s=0.01)
     assert link.room is not None
