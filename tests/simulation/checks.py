@@ -23,8 +23,8 @@ def timers(node: Node, due: float | None) -> None:
     """What the core keeps in order is what looking at all parts would find."""
     running = [part for part in node.core.parts.values() if not part.ended]
     limits = [part.expiry for part in running]
-    waiting = node.core._book.rendezvous.next_expiry()
-    first = min(limits if waiting is None else [*limits, waiting], default=None)
+    limits += [waiting.until for waiting in node.core._book.rendezvous._opens.values()]
+    first = min(limits, default=None)
     if due != first:
         raise Violation(f"{node.name}: the next timer is {due}, and something waits until {first}")
     if node.core.unfinished != len(running):
@@ -81,6 +81,8 @@ def empty(node: Node, sessions: bool) -> None:
         "by_rank": book.by_rank,
         "by_handle": book.by_handle,
         "opens": book.rendezvous._opens,
+        "opens by rank": book.rendezvous._opens_for,
+        "opens by session": book.rendezvous._opens_on,
         "writes": book.writes,
         "in flight": [link for link in book.links.values() if link.in_flight or link.writes or link.turns or link.late],
         "fetches in service": [link for link in book.links.values() if link.urgent],

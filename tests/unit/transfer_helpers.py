@@ -122,6 +122,8 @@ class Node:
             "by_rank": book.by_rank,
             "by_handle": book.by_handle,
             "opens": book.rendezvous._opens,
+            "opens_for": book.rendezvous._opens_for,
+            "opens_on": book.rendezvous._opens_on,
             "announced": book.rendezvous._announced,
             "announced_on": book.rendezvous._announced_on,
             "writes": book.writes,
