@@ -1,4 +1,4 @@
-"""The server against clients that are not the library: foreign bytes, abused descriptors, limits, the ring."""
+"""The server against clients that are not the library: foreign bytes, abused descriptors, limits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import array
 import asyncio
 import contextlib
 import os
-import queue
 import socket
-import threading
 
 import msgpack
 import pytest
@@ -17,8 +15,7 @@ from hypothesis import strategies as st
 
 from kvd.api.server import ApiLimits
 from kvd_client import Client, KVSpec
-from kvd_client.doorbell import Doorbell
-from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, InvalidArgument, VersionMismatch
+from kvd_client.errors import Busy, VersionMismatch
 from kvd_client.framing import encode
 from kvd_client.protocol import (
     LENGTH,
@@ -32,18 +29,9 @@ from kvd_client.protocol import (
     Status,
     Welcome,
 )
-from kvd_client.ring import (
-    EVENT_IDLE,
-    EVENT_LAYER_READY,
-    EVENT_METADATA_READY,
-    RING_EVENT,
-    RING_EVENTS_OFFSET,
-    RING_HEAD_OFFSET,
-)
 from tests.integration.api_harness import WAIT_S, Raw, ServerThread
 
 SPEC = KVSpec(layers=1, kv_heads=1, entry_bytes=64, dtype="float32", model="test")
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
 
 
 def frame(body: bytes) -> bytes:
@@ -283,146 +271,3 @@ def test_many_clients_at_once(server):
         assert server.call(lambda: {s.name for s in server.server.clients}) == {f"n{i}" for i in range(100)}
     lost = [server.service.lost.get(timeout=WAIT_S) for _ in range(100)]
     assert len({session.id for session in lost}) == 100
-
-
-# --- the ring -------------------------------------------------------------------------------------------------------
-
-
-def close_by_ring(server, spoil) -> str:
-    with Client(server.path) as bystander, Raw(server.path) as raw:
-        bystander.status()
-        doorbell = Doorbell(raw.fds[0], raw.fds[1])
-        spoil(doorbell)
-        doorbell.wake()
-        said = raw.ended()
-        assert said.code == "PROTOCOL"
-        assert doorbell.closed
-        assert bystander.status().node == "test"
-        return said.message
-
-
-def test_a_head_that_jumps_closes_the_connection(server):
-    def spoil(doorbell):
-        doorbell._u64[RING_HEAD_OFFSET // 8] = 2**63 + 5
-
-    assert "head" in close_by_ring(server, spoil)
-
-
-def test_an_unknown_kind_closes_the_connection(server):
-    def spoil(doorbell):
-        doorbell.ring(EVENT_LAYER_READY, 0, 1, 0, 0, 1)
-        doorbell.ring(77, 0, 1, 0, 0, 1)
-
-    assert "unknown kind 77" in close_by_ring(server, spoil)
-
-
-def test_every_known_kind_reaches_the_service(server):
-    kinds = [EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY]
-    with Client(server.path) as client:
-        for kind in kinds:
-            client._connected().doorbell.ring(kind, 1, 2, 3, 4, 5)
-        client.status()  # by its answer the events have been taken
-    assert server.service.events == [(kind, 1, 2, 3, 4, 5) for kind in kinds]
-
-
-def test_an_event_that_the_service_refuses_closes_the_connection(server):
-    with Client(server.path) as client:
-        source = client.prefill("r", SPEC, [1])
-        client._connected().ring(source._part, EVENT_LAYER_READY, 999, 0, 0, 1)
-        with pytest.raises(DaemonLost, match="layer 999"):
-            source.wait_delivered(WAIT_S)
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.integers(0, 2**64 - 1), st.binary(min_size=RING_EVENT.size, max_size=20 * RING_EVENT.size))
-def test_any_bytes_in_the_ring_leave_the_server_serving(server, head, records):
-    with Raw(server.path) as raw:
-        doorbell = Doorbell(raw.fds[0], raw.fds[1])
-        doorbell._bytes[RING_EVENTS_OFFSET : RING_EVENTS_OFFSET + len(records)] = records
-        doorbell._u64[RING_HEAD_OFFSET // 8] = head
-        doorbell.wake()
-        with contextlib.suppress(OSError):  # closed already
-            raw.sock.sendall(encode(GetStatus(id=2)))
-            raw.sock.shutdown(socket.SHUT_WR)
-        raw.ended()
-    with Raw(server.path) as other:
-        other.sock.sendall(encode(GetStatus(id=3)))
-        assert isinstance(other.reply(), Status)
-    assert server.log.exceptions == []
-
-
-def test_events_without_a_wake_up_are_found_by_the_sweep(tmp_path):
-    with ServerThread(tmp_path / "s", limits=ApiLimits(sweep_s=0.01)) as server, Client(server.path) as client:
-        seen: queue.Queue[int] = queue.Queue()
-        server.service.on_event = lambda client, kind, layer, *rest: seen.put(layer)
-        doorbell = client._connected().doorbell
-        doorbell.wake = lambda: None
-        doorbell.ring(EVENT_LAYER_READY, 5, 1, 0, 0, 1)
-        assert seen.get(timeout=WAIT_S) == 5
-
-
-# --- what the library says -----------------------------------------------------------------------------------------
-
-
-def test_nobody_there_is_said_with_the_way_to_start_it(tmp_path):
-    with Client(tmp_path / "none") as client, pytest.raises(DaemonUnreachable) as found:
-        client.status()
-    for word in (os.fspath(tmp_path / "none"), "kvd serve", "systemctl start kvd"):
-        assert word in found.value.message
-
-
-def test_something_else_at_the_socket_is_said(tmp_path):
-    path = os.fspath(tmp_path / "s")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-
-        def answer():
-            sock, _ = listener.accept()
-            with sock:
-                sock.recv(100)
-                sock.sendall(b"220 smtp ready\r\n")
-                sock.recv(1)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with Client(path) as client, pytest.raises(DaemonUnreachable, match="frame of"):
-            client.status()
-        thread.join()
-
-
-def test_a_daemon_that_does_not_answer_is_unreachable_after_the_timeout(server):
-    with Client(server.path, timeout_s=1.0) as client:
-        client.status()
-
-        def hold():
-            server.service.hold = asyncio.Event()
-
-        server.call(hold)
-        with pytest.raises(DaemonUnreachable, match=r"GetStatus within 1 s"):
-            client.status()
-        server.call(lambda: server.service.hold.set())
-        client.reject(handle="still connected")
-
-
-def test_the_socket_is_taken_from_the_environment(server, monkeypatch):
-    monkeypatch.setenv("KVD_SOCKET", server.path)
-    with Client() as client:
-        assert client.status().node == "test"
-    monkeypatch.delenv("KVD_SOCKET")
-    assert Client().socket_path == "/run/kvd/kvd.sock"
-
-
-def test_a_closed_client_says_so(server):
-    client = Client(server.path)
-    source = client.prefill("r", SPEC, [1])
-    view = source.layer(0)
-    view[:] = 3
-    client.close()
-    client.close()
-    assert not view.any()
-    source.release()
-    with pytest.raises(InvalidArgument, match="closed"):
-        client.status()
-    server.service.lost.get(timeout=WAIT_S)
-    assert server.service.parts == {}

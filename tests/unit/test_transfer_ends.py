@@ -8,13 +8,12 @@ from kvd.errors import Aborted, FabricError, PeerUnreachable, ShuttingDown
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.part import State
-from kvd.types import Role
 from kvd.wire import messages as wire
 from kvd_client.spec import TokenRange
 from tests.unit.transfer_helpers import (
     SESSION,
     STATES,
-    TOKEN,
+    TOLD,
     Node,
     handle,
     kinds,
@@ -31,18 +30,6 @@ from tests.unit.transfer_helpers import (
     source_waiting,
     why,
 )
-
-TOLD = {
-    "source waiting": [],
-    "source running": ["SendAbort"],
-    "source ended": [],
-    "sink waiting": [],
-    "sink connecting": [],
-    "sink opening": ["SendWithdraw"],
-    "sink running": ["SendAbort"],
-    "sink ended": [],
-}
-"""What the other side hears when a part fails in each state."""
 
 
 def reports(state: str) -> list[str]:
@@ -266,154 +253,7 @@ def test_a_session_that_comes_too_late_is_not_used(make: type) -> None:
     assert node(ev.ConnectFailed(1, Aborted("given up"))) == []
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state", ["source waiting", "source running", "sink running"])
-def test_the_deadline(state: str) -> None:
-    node = STATES[state]()
-    assert node.core.next_timer() == 100.0
-    assert node.tick(99.9) == []
-    out = node.tick(100.0)
-    assert kinds(out) == [*TOLD[state], "ReportEnd"]
-    (end,) = only(out, do.ReportEnd)
-    assert end.code == "DEADLINE_EXCEEDED"
-    assert f"0 of {8 * TOKEN} bytes" in end.message
-    assert node.core.next_timer() is None
-
-
-def test_the_source_keeps_the_sinks_deadline_if_that_is_earlier() -> None:
-    node = source_waiting()
-    node.now = 10.0
-    node.hear(open_message(deadline_s=5.0))
-    assert node.core.next_timer() == 15.0
-    node = source_waiting()
-    node.hear(open_message(deadline_s=1e9))
-    assert node.core.next_timer() == 100.0
-    node = source_waiting()
-    node.hear(open_message(deadline_s=float("nan")))
-    assert node.core.next_timer() == 100.0
-
-
-@pytest.mark.parametrize("state", ["sink waiting", "sink connecting", "sink opening"])
-def test_a_sink_waits_for_its_source_so_long(state: str) -> None:
-    node = STATES[state]()
-    assert node.core.next_timer() == 10.0
-    assert node.tick(9.9) == []
-    out = node.tick(10.0)
-    assert kinds(out) == [*TOLD[state], "ReportEnd"]
-    (end,) = only(out, do.ReportEnd)
-    assert (end.code, end.fields["missing"]) == ("RENDEZVOUS_TIMEOUT", "source")
-    assert ("on node 'p'" in end.message) == (state != "sink waiting")
-
-
-def test_a_source_waits_for_its_sink_from_finish_on() -> None:
-    node = source_waiting()
-    node.now = 50.0
-    assert node(ev.SourceFinished(1)) == []
-    assert node(ev.SourceFinished(1)) == []
-    assert node.core.next_timer() == 60.0
-    (end,) = node.tick(60.0)
-    assert isinstance(end, do.ReportEnd)
-    assert (end.code, end.fields["missing"]) == ("RENDEZVOUS_TIMEOUT", "sink")
-
-
-@pytest.mark.parametrize("finish", ["before", "after"])
-def test_a_source_that_runs_has_met_its_sink(finish: str) -> None:
-    node = source_waiting()
-    if finish == "before":
-        node(ev.SourceFinished(1))
-    node.hear(open_message())
-    if finish == "after":
-        node(ev.SourceFinished(1))
-    assert node.core.next_timer() == 100.0
-    assert node.tick(50.0) == []
-
-
-def test_an_open_waits_for_its_source_so_long_and_no_longer_than_its_own_deadline() -> None:
-    node = Node()
-    node.hear(open_message(sink=21, deadline_s=4.0))
-    node.hear(open_message(sink=22))
-    assert node.core.next_timer() == 4.0
-    (refused,) = sent(node.tick(4.0), wire.Refused)
-    assert (refused.transfer, refused.code) == (21, "RENDEZVOUS_TIMEOUT")
-    (refused,) = sent(node.tick(10.0), wire.Refused)
-    assert (refused.transfer, refused.fields["missing"]) == (22, "source")
-    assert node.left == []
-    assert node.core.next_timer() is None
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def ranked(role: Role) -> Node:
-    """Four ranks of one request, three of them running on two sessions, one waiting; and one more request."""
-    node = Node()
-    for rank in range(4):
-        if role is Role.SOURCE:
-            node.source(rank + 1, client=rank + 1, rank=rank, ranks=4, head_start=2 * rank)
-        else:
-            node.sink(rank + 1, client=rank + 1, rank=rank, ranks=4, head_start=2 * rank, peer="p")
-    for rank in range(3):
-        session = SESSION + rank % 2
-        if role is Role.SOURCE:
-            node.hear(open_message(sink=20 + rank, rank=rank, ranks=4, head_start=2 * rank), session=session)
-        else:
-            node(ev.SessionReady(rank + 1, session, "p"))
-            node.hear(wire.Accepted(transfer=rank + 1, source=20 + rank), session=session)
-    node.source(9, request="another", client=9)
-    return node
-
-
-@pytest.mark.parametrize("role", Role)
-def test_one_rank_fails_and_all_of_the_request_end(role: Role) -> None:
-    node = ranked(role)
-    out = node(ev.AbortRequested(2, Aborted("rank 1 gave up")))
-    assert {(end.transfer, end.code) for end in only(out, do.ReportEnd)} == {(n, "ABORTED") for n in (1, 2, 3, 4)}
-    assert len(only(out, do.ReportEnd)) == 4
-    assert {abort.transfer for abort in sent(out, wire.Abort)} == {20, 21, 22}
-    assert node.state(9) is State.WAITING
-    for transfer in (1, 2, 3, 4):
-        assert kinds(node(ev.ReleaseRequested(transfer))) == ["FreeMemory"]
-
-
-@pytest.mark.parametrize("role", Role)
-def test_one_ranks_process_dies_and_all_of_the_request_end(role: Role) -> None:
-    node = ranked(role)
-    out = node(ev.ClientLost(3))
-    assert {end.transfer for end in only(out, do.ReportEnd)} == {1, 2, 3, 4}
-    assert [free.transfer for free in only(out, do.FreeMemory)] == [3]
-
-
-def test_a_session_lost_by_some_ranks_ends_the_others_and_tells_their_peers() -> None:
-    node = ranked(Role.SINK)
-    out = node.lose(SESSION)
-    assert sorted(end.transfer for end in only(out, do.ReportEnd)) == [1, 2, 3, 4]
-    assert 21 in {abort.transfer for abort in sent(out, wire.Abort)}
-
-
-def test_one_ranks_success_ends_only_that_rank() -> None:
-    node = ranked(Role.SOURCE)
-    assert kinds(node.hear(wire.Delivered(transfer=1))) == ["ReportEnd"]
-    assert node.state(2) is State.RUNNING
-    node(ev.AbortRequested(2, Aborted("rank 1 gave up")))
-    assert node.part(1).code == "OK"
-
-
-def test_as_many_ranks_as_there_are() -> None:
-    """A failure reaches them without one call inside another for each."""
-    node = Node()
-    for rank in range(2000):
-        node.source(rank + 1, rank=rank, ranks=2000)
-    assert len(only(node(ev.AbortRequested(1, Aborted("given up"))), do.ReportEnd)) == 2000
-
-
-def test_source_and_sink_of_one_request_on_one_node_are_not_each_others_ranks() -> None:
-    node = source_waiting()
-    node.sink(2, peer="p")
-    out = node(ev.AbortRequested(1, Aborted("given up")))
-    assert [end.transfer for end in only(out, do.ReportEnd)] == [1]
-    assert node.state(2) is State.CONNECTING
+# --- and afterwards ---------------------------------------------------------------------------------------------------
 
 
 def test_a_request_id_can_be_used_again_after_release() -> None:

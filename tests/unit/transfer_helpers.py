@@ -192,3 +192,15 @@ STATES: dict[str, Callable[[], Node]] = {
     "sink ended": sink_ended,
 }
 """Every role and state, with the part's number always 1 and its session, where it has one, :data:`SESSION`."""
+
+TOLD = {
+    "source waiting": [],
+    "source running": ["SendAbort"],
+    "source ended": [],
+    "sink waiting": [],
+    "sink connecting": [],
+    "sink opening": ["SendWithdraw"],
+    "sink running": ["SendAbort"],
+    "sink ended": [],
+}
+"""What the other side hears when a part fails in each state."""
