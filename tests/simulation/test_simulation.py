@@ -11,7 +11,8 @@ from kvd_client.layouts import UNITS
 from kvd_client.protocol import MODES
 
 from .links import Violation
-from .planted import PLANTED, QUEUE_PAIRS, sends_what_is_held
+from .planted import PLANTED, queue_pairs
+from .planted.transfers import sends_what_is_held
 from .story import tell
 from .world import World
 
@@ -88,7 +89,7 @@ def test_the_worlds_find(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     assert re.search(PLANTED[plant], found)
 
 
-@pytest.mark.parametrize("plant", QUEUE_PAIRS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", queue_pairs.PLANTED, ids=lambda plant: plant.__name__)
 def test_one_queue_pair_hides(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """What only queue pairs that overtake each other show."""
     plant(monkeypatch)
