@@ -1,4 +1,4 @@
-"""What a daemon must never load: memory and seconds of a process that lives beside every model."""
+"""What is never loaded: memory and seconds of a daemon that lives beside every model, and of every client's start."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def test_the_daemon_imports_no_model_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "loaded: []\n", done.stderr
+
+
+def test_importing_the_client_imports_nothing_heavy() -> None:
+    code = "import sys, kvd_client; print(sorted({'kvd', 'torch', 'uvloop', 'numpy', 'asyncio'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
