@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.importance.matrix import ImportanceMatrix
-from kvd.transfer.order import Policy
 from kvd.transfer.policy import Profiled, Selective, choose_policy
-from kvd.transfer.queue import ReadyTokens, SendQueue
+from kvd.transfer.queue import SendQueue
 from kvd_client.layouts import UNITS
 from kvd_client.spec import PartLayout, TokenRange
+from tests.unit.queue_helpers import Source
 
 LAYOUT = PartLayout(layers=2, heads=1, entry_bytes=10, rows=2, capacity=12)
 LENGTHS = (12, 6)
 
 
-class Source:
-    def __init__(self, *, grain: int = 4, unit: str = "chunk", policy: Policy | None = None, held: object = ()) -> None:
-        self.tokens = ReadyTokens(LAYOUT, LENGTHS)
-        self.queue = SendQueue(LAYOUT, LENGTHS, policy or Policy(), held=held, grain=grain, unit=unit)  # type: ignore[arg-type]
-
-    def ready(self, layer: int, row: int | None, start: int, stop: int) -> None:
-        self.queue.add(self.tokens.add(layer, row, start, stop))
-
-    def drain(self, max_bytes: int = 1 << 20) -> list[tuple[int, tuple[TokenRange, ...]]]:
-        found = []
-        while taken := self.queue.take(max_bytes):
-            found += taken
-        return found
+def source(**options: Any) -> Source:
+    """In blocks of 4 tokens, cut into chunks, unless ``options`` say otherwise."""
+    return Source(LAYOUT, LENGTHS, **{"grain": 4, "unit": "chunk", **options})
 
 
 def test_a_block_goes_when_it_is_whole() -> None:
-    one = Source()
+    one = source()
     one.ready(0, 0, 1, 7)
     assert one.drain() == []
     one.ready(0, 0, 0, 1)
@@ -44,7 +36,7 @@ def test_a_block_goes_when_it_is_whole() -> None:
 
 
 def test_the_last_block_of_a_row_is_whole_where_the_row_ends() -> None:
-    one = Source()
+    one = source()
     one.ready(0, 1, 0, 5)
     assert one.drain() == [(0, (TokenRange(1, 0, 4),))]
     one.ready(0, 1, 5, 6)
@@ -53,20 +45,20 @@ def test_the_last_block_of_a_row_is_whole_where_the_row_ends() -> None:
 
 @pytest.mark.parametrize("room", [1, 39, 40, 79])
 def test_a_take_is_cut_between_blocks_and_has_one_at_least(room: int) -> None:
-    one = Source()
+    one = source()
     one.ready(0, 0, 0, 12)
     assert one.queue.take(room) == [(0, (TokenRange(0, 0, 4),))]
 
 
 def test_a_take_does_not_begin_a_block_that_it_can_not_finish() -> None:
-    one = Source()
+    one = source()
     one.ready(0, None, 0, 12)
     assert one.queue.take(60) == [(0, (TokenRange(0, 0, 4),))]
     assert one.queue.take(130) == [(0, (TokenRange(0, 4, 12), TokenRange(1, 0, 4)))]
 
 
 def test_a_layer_goes_at_once_when_all_of_it_is_ready() -> None:
-    one = Source(unit="layer")
+    one = source(unit="layer")
     one.ready(1, None, 0, 6)
     one.ready(0, None, 0, 12)
     assert one.queue.take(1) == [(0, (TokenRange(0, 0, 12), TokenRange(1, 0, 6)))]
@@ -79,14 +71,14 @@ def test_a_layer_goes_at_once_when_all_of_it_is_ready() -> None:
 
 def test_layers_go_together_as_far_as_there_is_room() -> None:
     for room, layers in ((1, [0]), (180, [0]), (181, [0]), (190, [0, 1]), (1 << 20, [0, 1])):
-        one = Source(unit="layer")
+        one = source(unit="layer")
         one.ready(1, None, 0, 12)
         one.ready(0, None, 0, 12)
         assert [layer for layer, _ in one.queue.take(room)] == layers
 
 
 def test_whole_waits_for_the_last_layer() -> None:
-    one = Source(unit="whole")
+    one = source(unit="whole")
     one.ready(0, None, 0, 12)
     one.ready(1, None, 0, 11)
     assert one.drain() == []
@@ -97,7 +89,7 @@ def test_whole_waits_for_the_last_layer() -> None:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_held_blocks_are_not_waited_for(unit: str) -> None:
-    one = Source(unit=unit, held=(TokenRange(0, 0, 8), TokenRange(1, 4, 6)))
+    one = source(unit=unit, held=(TokenRange(0, 0, 8), TokenRange(1, 4, 6)))
     for layer in range(2):
         one.ready(layer, None, 0, 12)
     assert one.drain() == [(layer, (TokenRange(0, 8, 12), TokenRange(1, 0, 4))) for layer in range(2)]
@@ -127,7 +119,7 @@ def test_kv_blocks_end_where_the_layouts_blocks_do() -> None:
 @settings(max_examples=150, deadline=None)
 def test_everything_goes_once_in_whole_blocks(data: st.DataObject) -> None:
     grain, unit = data.draw(st.sampled_from([1, 2, 4, 5, 32])), data.draw(st.sampled_from(UNITS))
-    one = Source(grain=grain, unit=unit)
+    one = source(grain=grain, unit=unit)
     rings = [(layer, row, token) for layer in range(2) for row in range(2) for token in range(LENGTHS[row])]
     rings = data.draw(st.permutations(rings))
     seen: set[tuple[int, int, int]] = set()
