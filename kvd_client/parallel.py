@@ -1,10 +1,10 @@
 """Requests whose two ends have different tensor-parallel degrees: prefill on 2 ranks, decode on 4, and the other way.
 
 Transfers pair rank with rank, and each has some of the model's KV heads. Here a request is cut wherever either end's
-division cuts the heads (:func:`divide`): each *piece* is what one rank of the source and one of the sink have in
-common, and travels as a rank of the request of its own. So a rank holds one transfer for each rank at the other end
-that shares heads with it, and :func:`prefill` and :func:`decode` hide that. On a device, or in an engine's cache, the
-pieces lie in one memory: each is written where its heads belong, whatever the layouts, the block sizes and the way.
+division cuts the heads (:mod:`kvd_client.division`): each *piece* is what one rank of the source and one of the sink
+have in common, and travels as a rank of the request of its own. So a rank holds one transfer for each rank at the other
+end that shares heads with it, and :func:`prefill` and :func:`decode` hide that. On a device, or in an engine's cache,
+the pieces lie in one memory: each is written where its heads belong, whatever the layouts, the block sizes and the way.
 
 Both ends must know both degrees, as they know the model; where they disagree, the pairing refuses the open with
 ``UNSUPPORTED_LAYOUT`` and the fields. What is sent is everything (mode ``full``): selection metadata and fetches are
@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import numpy as np
 
 from kvd_client.arguments import deadline_of, whole, whole_numbers
@@ -28,13 +27,16 @@ from kvd_client.arrays import Bytes
 from kvd_client.cache import Cache
 from kvd_client.client import Client
 from kvd_client.decode import DecodeTransfer
-from kvd_client.errors import Busy, DeadlineExceeded, InvalidArgument, KvdError, UnsupportedLayout
+from kvd_client.division import Piece, divide, heads_of
+from kvd_client.errors import Busy, DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.layouts import Placement
 from kvd_client.opening import checked_blocks, ranges_of
 from kvd_client.prefill import PrefillTransfer
-from kvd_client.spec import MAX_HEADS, KVSpec, PartLayout, TokenRange, part_layout
+from kvd_client.spec import KVSpec, PartLayout, TokenRange, part_layout
 from kvd_client.tensors import DeviceTensors
 from kvd_client.transfer import Mask
+
+__all__ = ["ParallelDecode", "ParallelPrefill", "Piece", "decode", "divide", "heads_of", "prefill"]
 
 LOOK_S = 0.5
 """While one piece is waited for, the others are looked at this often: one that has failed ends the wait."""
@@ -43,60 +45,6 @@ CLOSE_S = 5.0
 
 T = TypeVar("T", PrefillTransfer, DecodeTransfer)
 Self = TypeVar("Self", bound="Parallel[Any]")
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """The heads that go from one rank of the source to one of the sink."""
-
-    source: int
-    sink: int
-    head_start: int
-    heads: int
-
-
-def heads_of(kv_heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """``(start, count)``: the KV heads of a tensor-parallel rank, as engines divide them. With more ranks than heads,
-    neighbouring ranks have the same one.
-
-    Raises :class:`UnsupportedLayout` where neither number divides the other, :class:`InvalidArgument` for a rank that
-    does not exist.
-    """
-    kv_heads, rank, ranks = whole("kv_heads", kv_heads), whole("rank", rank), whole("ranks", ranks)
-    if ranks > MAX_HEADS:
-        raise InvalidArgument(f"{ranks} ranks; there are at most {MAX_HEADS}", ranks=ranks)
-    if kv_heads < 1 or not 0 <= rank < ranks:
-        raise InvalidArgument(f"rank {rank} of {ranks} does not exist for {kv_heads} heads", rank=rank, ranks=ranks)
-    if kv_heads % ranks and ranks % kv_heads:
-        raise UnsupportedLayout(
-            f"{kv_heads} KV heads can't be divided among {ranks} ranks; use a number of ranks that divides them, or a "
-            "multiple of it",
-            kv_heads=kv_heads,
-            ranks=ranks,
-        )
-    if ranks > kv_heads:
-        return rank * kv_heads // ranks, 1
-    each = kv_heads // ranks
-    return rank * each, each
-
-
-def divide(kv_heads: int, source_ranks: int, sink_ranks: int) -> tuple[Piece, ...]:
-    """The pieces of a request, by sink rank and head; a piece's place here is its rank in the transfer.
-
-    Every rank of the sink gets each of its heads once. Where several ranks of the source have a head, the sink's take
-    turns with them, and some may have nothing to send. Raises as :func:`heads_of`.
-    """
-    heads_of(kv_heads, 0, source_ranks)
-    heads_of(kv_heads, 0, sink_ranks)
-    each, copies = max(1, kv_heads // source_ranks), max(1, source_ranks // kv_heads)
-    found = []
-    for sink in range(sink_ranks):
-        at, count = heads_of(kv_heads, sink, sink_ranks)
-        stop, turn = at + count, sink % max(1, sink_ranks // kv_heads) % copies
-        while at < stop:
-            end = min(stop, at // each * each + each)
-            found.append(Piece(at // each * copies + turn, sink, at, end - at))
-            at = end
-    return tuple(found)
 
 
 class Parallel(Generic[T]):
@@ -284,7 +232,7 @@ def prefill(
 
     ``sink``: the node to announce to, or one for each rank of the sink. Other arguments as in
     :meth:`kvd_client.Client.prefill`; a ``placement``'s or ``cache``'s heads are the rank's. Raises what that does, and
-    :class:`UnsupportedLayout` where the heads can't be divided so.
+    :class:`~kvd_client.errors.UnsupportedLayout` where the heads can't be divided so.
     """
     lengths, blocks = _checked(spec, lengths, placement, cache, blocks)
     all_pieces = divide(spec.kv_heads, ranks, peer_ranks)
