@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import secrets
@@ -18,12 +17,13 @@ from kvd import log as logs
 from kvd import notify
 from kvd.api.server import ApiLimits, ApiServer
 from kvd.config import Config, Npu
-from kvd.errors import ConfigError, InvalidArgument, KvdError, ShuttingDown
+from kvd.errors import ConfigError, ShuttingDown
 from kvd.fabric import choice, registry
 from kvd.fabric.base import Fabric
 from kvd.importance.learning import HalfLife
 from kvd.keys import read_keys
 from kvd.learnt import Learner
+from kvd.learnt_exchange import LearntExchange
 from kvd.memory.device import Backing, HostBacking, NpuDevice
 from kvd.memory.pool import Pool
 from kvd.memory.tenstorrent import TenstorrentBacking
@@ -32,7 +32,6 @@ from kvd.peers.local import connect_local
 from kvd.peers.manager import Peers
 from kvd.placing import Placing
 from kvd.profiles import Profiles
-from kvd.profiling.files import replace_file
 from kvd.service import Service
 from kvd.transfer.core import Settings, TransferCore
 from kvd.transfer.engine import Engine
@@ -49,9 +48,6 @@ log = structlog.get_logger("kvd.daemon")
 LAYOUT_VERSION = 2
 """Version of the arrangement of a lease (:mod:`kvd_client.spec`) and of tensors (:mod:`kvd.layout`): both daemons
 compute addresses in it. History: 1, leases; 2, tensors in layouts of their own."""
-
-TELL_S, SAVE_S = 1.0, 30.0
-"""How often sources are told what was learnt, and how often it is written down."""
 
 FAREWELL_S = 1.0
 """How long a stopping daemon waits for its last messages to leave."""
@@ -99,8 +95,6 @@ class Daemon:
                 folder=Path(config.profile.state) if config.profile.state else None,
                 now=time.time(),
             )
-        self._learning: asyncio.Task[None] | None = None
-        self._saving: asyncio.Task[None] | None = None
         settings = Settings(
             rendezvous_s=config.transfer.rendezvous_s,
             chunk=config.transfer.chunk,
@@ -128,6 +122,8 @@ class Daemon:
             on_lost=self._engine.session_lost,
             log=structlog.get_logger("kvd.peers"),
         )
+        learner = self._profiles.learner
+        self._learnt = LearntExchange(learner, self._peers.sessions) if learner is not None else None
         self._service = Service(
             engine=self._engine,
             connect=self.connect,
@@ -186,8 +182,8 @@ class Daemon:
         """Listen to peers and to local processes; raises a KvdError that names the port or path that is taken."""
         await self._peers.start()
         await self._api.start()
-        if self._profiles.learner is not None:
-            self._learning = asyncio.create_task(self._keep_learnt(self._profiles.learner))
+        if self._learnt is not None:
+            self._learnt.start()
         self._pool.prepare(min(self.config.memory.arena, self.config.memory.pool))
         kernels = kvd_kernels.implementation()
         if kernels == "numpy":
@@ -234,10 +230,8 @@ class Daemon:
         left = self.unfinished
         self._engine.submit(StopRequested(ShuttingDown(f"the daemon of node {self.node!r} was stopped; retry")))
         await self._api.close()
-        if self._learning is not None and self._profiles.learner is not None:
-            self._learning.cancel()
-            await asyncio.wait([self._learning, *([self._saving] if self._saving else [])])
-            _save(self._profiles.learner.unsaved())
+        if self._learnt is not None:
+            await self._learnt.close()
         try:
             await asyncio.wait_for(self._peers.close(), FAREWELL_S)
         except TimeoutError:
@@ -266,29 +260,8 @@ class Daemon:
         """What peers have learnt is no transfer's business; the rest is the engine's."""
         if not isinstance(message, Learnt):
             self._engine.session_message(session, message)
-        elif self._profiles.learner is not None:
-            learner = self._profiles.learner
-            try:
-                learner.hear(session.node, message, time.time())
-            except InvalidArgument as error:
-                learner.counters["learnt_refused"] += 1
-                log.warning("what a peer learnt is not used", peer=session.node, reason=error.message)
-
-    async def _keep_learnt(self, learner: Learner) -> None:
-        """Tell the sources what was learnt, and now and then write it down."""
-        saved = time.monotonic()
-        while True:
-            await asyncio.sleep(TELL_S)
-            if learner.waiting:
-                live = {session.node: session for session in self._peers.sessions()}
-                for node, message in learner.outgoing():
-                    if node in live:
-                        with contextlib.suppress(KvdError):  # its session has ended; it learns what comes next
-                            live[node].send(message)
-            if time.monotonic() - saved >= SAVE_S:
-                saved = time.monotonic()
-                self._saving = asyncio.create_task(asyncio.to_thread(_save, learner.unsaved()))
-                await asyncio.shield(self._saving)
+        elif self._learnt is not None:
+            self._learnt.hear(session, message)
 
     def summary(self) -> str:
         """One line for ``systemctl status``."""
@@ -364,16 +337,6 @@ class Daemon:
         if all(fabric.name != "tcp" for fabric in self._fabrics):
             return ""
         return security.level if security.level != "plain" else "checksums" if security.checksums else "unchecked"
-
-
-def _save(unsaved: list[tuple[Path, bytes]]) -> None:
-    """Write state files, each in one step."""
-    for path, data in unsaved:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, data)
-        except (OSError, InvalidArgument) as error:
-            log.warning("learnt importance not saved", file=str(path), reason=str(error))
 
 
 def fingerprint(config: Config) -> dict[str, str | int]:

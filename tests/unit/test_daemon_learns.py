@@ -15,6 +15,7 @@ from kvd.config import parse, resolve
 from kvd.daemon import Daemon
 from kvd.errors import PeerLost
 from kvd.importance.matrix import ImportanceMatrix
+from kvd.learnt_exchange import LearntExchange
 from kvd.wire.messages import Learnt
 from kvd_client.spec import KVSpec
 
@@ -48,15 +49,15 @@ async def test_a_session_that_ends_meanwhile_does_not_end_the_telling(tmp_path: 
     one, told, heard = daemon(tmp_path, True), [], asyncio.Event()
     learner = one._profiles.learner
     assert learner is not None
+    exchange = LearntExchange(learner, lambda: [SimpleNamespace(node="p", send=send)])  # type: ignore[list-item]
 
     def send(message: Any) -> None:
         told.append(message)
         heard.set()
         raise PeerLost("the session has ended")
 
-    monkeypatch.setattr("kvd.daemon.TELL_S", 0.0)
-    monkeypatch.setattr(one._peers, "sessions", lambda: [SimpleNamespace(node="p", send=send)])
-    telling = asyncio.create_task(one._keep_learnt(learner))
+    monkeypatch.setattr("kvd.learnt_exchange.TELL_S", 0.0)
+    telling = asyncio.create_task(exchange.run())
     spec = KVSpec(layers=4, kv_heads=2, entry_bytes=64, dtype="float16", model="m")
     for _ in range(2):
         rates = ImportanceMatrix(np.full((4, 4), 0.5, np.float32))
