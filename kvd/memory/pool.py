@@ -17,11 +17,11 @@ import structlog
 
 from kvd.errors import Busy, InvalidArgument, KvdError, OutOfMemory, ShuttingDown
 from kvd.fabric.base import Region
-from kvd.memory import limits
 from kvd.memory.arena import PAGE, Arena, HugePages, create_arena
 from kvd.memory.extents import Extents
 from kvd.memory.holdings import Holdings, Turnover
 from kvd.memory.leases import Lease
+from kvd.memory.pages import Growth, PageSizes
 from kvd.memory.registrar import Registrar
 from kvd_client.statuses import MemoryStatus
 
@@ -38,14 +38,6 @@ class _Slab:
     arena: Arena
     extents: Extents
     regions: dict[str, Region]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Growth:
-    """An arena to be made: its size, and its huge page or 0."""
-
-    nbytes: int
-    huge_page: int
 
 
 class Pool:
@@ -79,8 +71,7 @@ class Pool:
         self.arena_bytes = min(arena_bytes // PAGE * PAGE, self.limit)
         self.client_limit = client_limit
         self.keep_bytes = self.limit // 2 if keep_bytes is None else keep_bytes
-        self._huge_pages = huge_pages
-        self._huge_page = limits.huge_page_size() if huge_pages != "never" else 0
+        self._pages = PageSizes(huge_pages, limit=self.limit, arena_bytes=self.arena_bytes)
         self._make_arena = make_arena
         self._fabrics = list(fabrics)
         self._slabs: list[_Slab] = []
@@ -91,13 +82,6 @@ class Pool:
         self._promised = 0
         self._closed = False
         self._said: set[str] = set()
-        if huge_pages == "always" and not self._huge_page:
-            raise OutOfMemory(
-                "memory.huge_pages is always, and this system has no huge pages; set it to auto",
-                need=self.arena_bytes,
-                free=0,
-                limit=0,
-            )
 
     # --- what there is --------------------------------------------------------------------------------------------
 
@@ -190,9 +174,9 @@ class Pool:
         """Make standard arenas until ``nbytes`` (or all that the limit allows) are registered: for the start, before
         anybody waits. Errors as in :meth:`lease`."""
         while self.registered < nbytes:
-            growth = self._rounded(min(self.arena_bytes, self._room()))
+            growth = self._pages.growth(min(self.arena_bytes, self._room()))
             # In whole pages, the last bit of the limit may be too small for one more.
-            size = min(growth.nbytes, self._room() // (growth.huge_page or PAGE) * (growth.huge_page or PAGE))
+            size = min(growth.nbytes, self._room() // growth.grain * growth.grain)
             if size <= 0:
                 return
             self._adopt(self._make(dataclasses.replace(growth, nbytes=size)))
@@ -279,7 +263,7 @@ class Pool:
         best: tuple[int, int] | None = None
         chosen = None
         for slab in self._slabs:
-            if slab.arena.page_size > max(nbytes, PAGE) and self._is_small(nbytes) and not wasteful:
+            if slab.arena.page_size > max(nbytes, PAGE) and self._pages.small(nbytes) and not wasteful:
                 continue
             fit = slab.extents.best(nbytes)
             if fit is None:
@@ -289,10 +273,10 @@ class Pool:
                 best, chosen = rank, slab
         return chosen
 
-    def _next_arena(self, nbytes: int) -> _Growth | None:
+    def _next_arena(self, nbytes: int) -> Growth | None:
         """The arena that would make room for ``nbytes``, ``None`` where the limit forbids one. Drops empty arenas
         where they are in the way."""
-        need = self._rounded(nbytes, small=self._is_small(nbytes))
+        need = self._pages.growth(nbytes, small=self._pages.small(nbytes))
         in_use = sum(slab.arena.nbytes for slab in self._slabs if not slab.extents.empty)
         if need.nbytes > self.limit - self._promised - in_use:
             return None
@@ -302,33 +286,17 @@ class Pool:
             if slab.extents.empty:
                 self._drop(slab)
         # The last one may be shorter than the others, if it still holds the lease.
-        grain = need.huge_page or PAGE
-        size = max(need.nbytes, min(self.arena_bytes, self._room()) // grain * grain)
+        size = max(need.nbytes, min(self.arena_bytes, self._room()) // need.grain * need.grain)
         return dataclasses.replace(need, nbytes=size)
-
-    def _rounded(self, nbytes: int, small: bool = False) -> _Growth:
-        page = 0 if small else self._usable_huge_page(max(nbytes, self.arena_bytes))
-        grain = page or PAGE
-        return _Growth(-(-nbytes // grain) * grain, page)
-
-    def _is_small(self, nbytes: int) -> bool:
-        return self._huge_pages == "auto" and nbytes < self._huge_page
-
-    def _usable_huge_page(self, nbytes: int) -> int:
-        page = self._huge_page
-        if not page or self._huge_pages == "always":
-            return page
-        size = -(-nbytes // page) * page
-        return page if size <= min(self.limit, limits.free_huge_pages(page) * page) else 0
 
     def _room(self) -> int:
         return self.limit - self.registered - self._promised
 
-    def _make(self, growth: _Growth) -> Arena:
-        transparent = self._huge_pages == "auto" and not growth.huge_page and limits.transparent_shared()
+    def _make(self, growth: Growth) -> Arena:
+        transparent = self._pages.transparent(growth)
         return self._make_arena(growth.nbytes, huge_page=growth.huge_page, transparent=transparent)
 
-    async def _grow(self, growth: _Growth) -> None:
+    async def _grow(self, growth: Growth) -> None:
         self._promised += growth.nbytes
         try:
             arena = await asyncio.to_thread(self._make, growth)
@@ -356,9 +324,7 @@ class Pool:
                 "memory.pages",
                 kind=arena.kind,
                 page_size=arena.page_size,
-                hint=""
-                if arena.kind == "hugetlb" or self._huge_pages == "never"
-                else "no free huge pages; vm.nr_hugepages reserves some",
+                hint=self._pages.hint(arena.kind),
             )
 
     def _reclaim(self, slab: _Slab, lease: Lease) -> None:
