@@ -23,7 +23,7 @@ class Growth:
 
 
 class PageSizes:
-    """For a pool of ``limit`` bytes in arenas of ``arena_bytes``, as ``setting`` has it: see :class:`kvd.memory.pool.Pool`.
+    """For a :class:`~kvd.memory.pool.Pool` of ``limit`` bytes in arenas of ``arena_bytes``; ``setting`` as there.
 
     Raises :class:`OutOfMemory` where huge pages are demanded and the system has none.
     """

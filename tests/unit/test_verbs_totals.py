@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.fabric.base import EndpointCounters
-from kvd.fabric.verbs.totals import Totals
+from kvd.fabric.verbs.totals import NOTE_BYTES, NOTE_S, Notes, Totals
 from kvd.fabric.verbs.wire import Header, Kind
 
 
@@ -47,3 +52,42 @@ def test_both_ends_agree_in_the_end(steps: list[tuple[int, bool, int]]) -> None:
     assert left.counters.access_errors == right.totals.refused
     assert right.counters.access_errors == left.totals.refused
     assert left.totals.untold == right.totals.untold == 0
+
+
+class Clock:
+    """What notes use of an event loop."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> SimpleNamespace:
+        self.timers.append((delay, callback))
+        return SimpleNamespace(cancel=self.timers.clear)
+
+    def pass_time(self) -> None:
+        (_, callback), *self.timers = self.timers
+        callback()
+
+
+def test_the_peer_is_told_after_so_many_bytes_or_after_so_long_and_once() -> None:
+    end, clock, told, over = End(), Clock(), [], []
+    notes = Notes(
+        cast(asyncio.AbstractEventLoop, clock), end.totals, lambda: told.append(end.header()), lambda: bool(over)
+    )
+    notes.progress()
+    assert (told, clock.timers) == ([], []), "nothing to tell"
+    end.counters.bytes_sent += 1
+    notes.progress()
+    notes.progress()
+    assert [delay for delay, _ in clock.timers] == [NOTE_S]
+    clock.pass_time()
+    assert [header.placed for header in told] == [1]
+    end.counters.bytes_sent += 1
+    notes.progress()
+    end.counters.bytes_sent += NOTE_BYTES
+    notes.progress()
+    assert [header.placed for header in told] == [1, NOTE_BYTES + 2]
+    assert clock.timers == [], "the note that waited has been told, too"
+    over.append(True)
+    notes.soon()
+    assert clock.timers == []

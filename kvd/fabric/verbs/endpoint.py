@@ -25,7 +25,7 @@ from kvd.fabric.verbs.path import packet_bytes, path_error, unpack_finding
 from kvd.fabric.verbs.probe import Probe
 from kvd.fabric.verbs.recovery import Recovery
 from kvd.fabric.verbs.revocation import Revocations
-from kvd.fabric.verbs.totals import Totals
+from kvd.fabric.verbs.totals import Notes, Totals
 from kvd.fabric.verbs.wire import (
     WITHOUT_CREDIT,
     Gone,
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from kvd.fabric.verbs.fabric import VerbsFabric
 
 MAX_MESSAGE = 64 << 10
-NOTE_BYTES = 4 << 20
-NOTE_S = 0.01
-"""The peer learns of bytes placed in its memory after so many, or after so long."""
 FAREWELL_S = 1.0
 """How long a closing endpoint tries to say so to its peer."""
 
@@ -70,7 +67,7 @@ class VerbsEndpoint(Endpoint):
         self._destroyed = False
         self._lost = False
         self._totals = Totals(self.counters)
-        self._note: asyncio.TimerHandle | None = None
+        self._notes = Notes(loop, self._totals, self._tell_totals, lambda: bool(self.ended))
         self._farewell: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
         device = fabric.device
@@ -181,7 +178,7 @@ class VerbsEndpoint(Endpoint):
         if refusal is None:
             return self._submit(lane, operation)
         self._totals.refused += 1
-        self._note_soon()
+        self._notes.soon()
         operation.settle(access_error(kind, refusal, operation.low, operation.high))
         return operation
 
@@ -219,7 +216,7 @@ class VerbsEndpoint(Endpoint):
     # --- completions ----------------------------------------------------------------------------------------------
 
     def _on_batch(self) -> None:
-        self._progress()
+        self._notes.progress()
         self._pump()
 
     def _complete(self, wr_id: int, status: int, nbytes: int) -> None:
@@ -320,20 +317,7 @@ class VerbsEndpoint(Endpoint):
     def _header(self, kind: Kind, length: int, lane: VerbsLane) -> Header:
         return self._totals.header(kind, length, lane.consumed)
 
-    def _progress(self) -> None:
-        if self._totals.untold >= NOTE_BYTES:
-            self._tell()
-        elif self._totals.untold:
-            self._note_soon()
-
-    def _note_soon(self) -> None:
-        if self._note is None and not self.ended:
-            self._note = self.loop.call_later(NOTE_S, self._tell)
-
-    def _tell(self) -> None:
-        if self._note is not None:
-            self._note.cancel()
-            self._note = None
+    def _tell_totals(self) -> None:
         self._lanes[Lane.URGENT].state_due = True
         self._schedule()
 
@@ -390,9 +374,9 @@ class VerbsEndpoint(Endpoint):
         if self._destroyed:
             return
         self._destroyed = True
-        for timer in (self._note, self._farewell):
-            if timer is not None:
-                timer.cancel()
+        self._notes.close()
+        if self._farewell is not None:
+            self._farewell.cancel()
         if self._pace is not None:
             self._pace.close()
         for recovery in self._recoveries.values():

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 from kvd.fabric.base import EndpointCounters
 from kvd.fabric.verbs.wire import Header, Kind
+
+NOTE_BYTES = 4 << 20
+NOTE_S = 0.01
+"""The peer learns of bytes placed in its memory after so many, or after so long."""
 
 
 class Totals:
@@ -44,3 +51,35 @@ class Totals:
         self._placed = max(self._placed, header.placed)
         self._fetched = max(self._fetched, header.fetched)
         self._refused = max(self._refused, header.refused)
+
+
+class Notes:
+    """When the peer is told the totals without anything else to say to it: ``tell`` has a frame sent."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, totals: Totals, tell: Callable[[], None], ended: Callable[[], bool]
+    ) -> None:
+        self._loop, self._totals = loop, totals
+        self._tell, self._ended = tell, ended
+        self._timer: asyncio.TimerHandle | None = None
+
+    def progress(self) -> None:
+        """Something may have been moved."""
+        if self._totals.untold >= NOTE_BYTES:
+            self._now()
+        elif self._totals.untold:
+            self.soon()
+
+    def soon(self) -> None:
+        """Tell the peer in :data:`NOTE_S`; not after the end."""
+        if self._timer is None and not self._ended():
+            self._timer = self._loop.call_later(NOTE_S, self._now)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _now(self) -> None:
+        self.close()
+        self._tell()
