@@ -64,15 +64,10 @@ def init_masks(memory: memoryview, layout: PartLayout, lengths: Sequence[int]) -
     mask_views(memory, layout)[:] = np.where(row, MASK_REMOTE, MASK_PADDING).astype(np.int8)
 
 
-def mark(mask: Mask, ranges: Iterable[TokenRange], value: int = MASK_LOCAL) -> None:
-    """Set the mask bytes of some tokens of one layer. The caller has put their bytes in place before."""
+def mark(mask: Mask, ranges: Iterable[TokenRange]) -> None:
+    """Mark some tokens of one layer as local. The caller has put their bytes in place before."""
     for part in ranges:
-        mask[part.row, part.start : part.stop] = value
-
-
-def remaining(mask: Mask) -> int:
-    """Tokens still remote, of one mask or of several."""
-    return int(np.count_nonzero(mask == MASK_REMOTE))
+        mask[part.row, part.start : part.stop] = MASK_LOCAL
 
 
 def check_lengths(lengths: Sequence[int], rows: int, capacity: int) -> None:
@@ -89,28 +84,6 @@ def check_lengths(lengths: Sequence[int], rows: int, capacity: int) -> None:
             )
 
 
-def check_ranges(ranges: Sequence[TokenRange], lengths: Sequence[int], name: str = "ranges") -> None:
-    """Raise :class:`InvalidArgument`, naming the first range that is empty or reaches outside its row."""
-    for index, part in enumerate(ranges):
-        where = f"{name}[{index}] is tokens {part.start} to {part.stop} of row {part.row}"
-        fields = {"index": index, "row": part.row, "start": part.start, "stop": part.stop}
-        if not 0 <= part.row < len(lengths):
-            raise InvalidArgument(f"{where}; rows go from 0 to {len(lengths) - 1}", **fields)
-        if not 0 <= part.start < part.stop <= lengths[part.row]:
-            raise InvalidArgument(
-                f"{where}; that row has {lengths[part.row]} tokens, and a range at least one",
-                length=lengths[part.row],
-                **fields,
-            )
-
-
-def every_row(start: int, stop: int, lengths: Sequence[int]) -> list[TokenRange]:
-    """The same positions in every row, clipped to each row's length; rows that end before ``start`` have none."""
-    return [
-        TokenRange(row, start, min(stop, length)) for row, length in enumerate(lengths) if start < min(stop, length)
-    ]
-
-
 class IntervalSet:
     """A set of integers as sorted disjoint intervals that do not touch; ``start`` included, ``stop`` excluded.
 
@@ -119,35 +92,17 @@ class IntervalSet:
 
     __slots__ = ("_starts", "_stops", "total")
 
-    def __init__(self, intervals: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
         self.total = 0
         """How many integers are in it."""
-        for start, stop in intervals:
-            self.add(start, stop)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(list(zip(self._starts, self._stops, strict=True)))
 
-    def __len__(self) -> int:
-        """The number of intervals."""
-        return len(self._starts)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, IntervalSet):
-            return NotImplemented
-        return self._starts == other._starts and self._stops == other._stops
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"IntervalSet({list(self)})"
-
-    def copy(self) -> IntervalSet:
-        twin = IntervalSet()
-        twin._starts, twin._stops, twin.total = self._starts[:], self._stops[:], self.total
-        return twin
 
     def add(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Put ``[start, stop)`` in; returns what was not in it before."""
@@ -162,20 +117,6 @@ class IntervalSet:
         self._stops[first:last] = [high]
         self.total += _length(new)
         return new
-
-    def subtract(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Take ``[start, stop)`` out; returns what was in it before."""
-        gone = self.within(start, stop)
-        if not gone:
-            return []
-        first = bisect.bisect_right(self._stops, start)
-        last = bisect.bisect_left(self._starts, stop)
-        left, right = self._starts[first], self._stops[last - 1]
-        kept = [piece for piece in ((left, start), (stop, right)) if piece[0] < piece[1]]
-        self._starts[first:last] = [piece[0] for piece in kept]
-        self._stops[first:last] = [piece[1] for piece in kept]
-        self.total -= _length(gone)
-        return gone
 
     def contains(self, start: int, stop: int) -> bool:
         """Whether all of ``[start, stop)`` is in it."""
@@ -204,86 +145,11 @@ class IntervalSet:
         return found
 
 
-class TokenSet:
-    """Tokens of one layer, over all rows of a part: one :class:`IntervalSet` a row.
-
-    Ranges must have passed :func:`check_ranges`.
-    """
-
-    __slots__ = ("rows",)
-
-    def __init__(self, rows: int, ranges: Iterable[TokenRange] = ()) -> None:
-        self.rows = [IntervalSet() for _ in range(rows)]
-        self.add(ranges)
-
-    def __iter__(self) -> Iterator[TokenRange]:
-        for row, tokens in enumerate(self.rows):
-            for start, stop in tokens:
-                yield TokenRange(row, start, stop)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TokenSet):
-            return NotImplemented
-        return self.rows == other.rows
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"TokenSet({self.rows})"
-
-    @property
-    def total(self) -> int:
-        """How many tokens are in it."""
-        return sum(tokens.total for tokens in self.rows)
-
-    def copy(self) -> TokenSet:
-        twin = TokenSet(0)
-        twin.rows = [tokens.copy() for tokens in self.rows]
-        return twin
-
-    def add(self, ranges: Iterable[TokenRange]) -> list[TokenRange]:
-        """Put tokens in; returns those that were not in it before, as ranges."""
-        return [
-            TokenRange(part.row, *piece) for part in ranges for piece in self.rows[part.row].add(part.start, part.stop)
-        ]
-
-    def subtract(self, ranges: Iterable[TokenRange]) -> list[TokenRange]:
-        """Take tokens out; returns those that were in it before, as ranges."""
-        return [
-            TokenRange(part.row, *piece)
-            for part in ranges
-            for piece in self.rows[part.row].subtract(part.start, part.stop)
-        ]
-
-    def contains(self, part: TokenRange) -> bool:
-        return self.rows[part.row].contains(part.start, part.stop)
-
-    def within(self, ranges: Iterable[TokenRange]) -> list[TokenRange]:
-        """The parts of ``ranges`` that are in it."""
-        return [
-            TokenRange(part.row, *piece)
-            for part in ranges
-            for piece in self.rows[part.row].within(part.start, part.stop)
-        ]
-
-    def missing(self, lengths: Sequence[int]) -> list[TokenRange]:
-        """What the rows, of the given lengths, have that is not in it."""
-        return [
-            TokenRange(row, *piece)
-            for row, (tokens, length) in enumerate(zip(self.rows, lengths, strict=True))
-            for piece in tokens.gaps(0, length)
-        ]
-
-    def covers(self, lengths: Sequence[int]) -> bool:
-        """Whether every token of every row is in it."""
-        return all(tokens.contains(0, length) for tokens, length in zip(self.rows, lengths, strict=True))
-
-
 class TokenFlags:
     """Tokens of all layers and rows, a byte each, where they come singly and by the thousand: what intervals would take
     a microsecond each for is one operation on an array here. Layers cost memory from their first use on.
 
-    Ranges must have passed :func:`check_ranges`.
+    Ranges must lie inside the rows; nothing here checks that.
     """
 
     __slots__ = ("_capacity", "_layers", "_rows")

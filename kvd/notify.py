@@ -48,10 +48,6 @@ class Notifier:
         watchdog_s = int(micros) / 1e6 if micros.isascii() and micros.isdigit() and int(micros) and mine else None
         return cls(address, watchdog_s=watchdog_s)
 
-    @property
-    def enabled(self) -> bool:
-        return bool(self._address)
-
     def ready(self, status: str = "") -> bool:
         """The daemon serves; also ends a :meth:`reloading`."""
         return self._send("READY=1", status)

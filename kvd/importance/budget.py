@@ -9,37 +9,20 @@ from __future__ import annotations
 import math
 
 from kvd.errors import InvalidArgument
-from kvd.importance.matrix import ALWAYS_LAYERS, BlockMask
+from kvd.importance.matrix import ALWAYS_LAYERS
 
 
-def block_budget(
-    layers: int,
-    blocks: int,
-    prefill_s: float,
-    transfer_s: float,
-    *,
-    metadata_s: float = 0.0,
-    needed: BlockMask | None = None,
-) -> int:
+def block_budget(layers: int, blocks: int, prefill_s: float, transfer_s: float, *, metadata_s: float = 0.0) -> int:
     """K_r = L·M · ((L-1)/L · T_p) / T_t, clipped to [2M, L·M]; L·M is full transfer.
 
     The first layer's time is not counted, since nothing exists to be sent before it is done. Selection metadata
-    (``metadata_s`` to move it) travels first and takes its time from the blocks'. ``needed``, shape (layers, blocks),
-    says which blocks have to be sent at all (:func:`kvd.importance.windows.needed_blocks`): they replace L·M, and
-    those of layers 0 and 1 replace 2M; T_t is the time for them.
+    (``metadata_s`` to move it) travels first and takes its time from the blocks'.
 
     Raises :class:`InvalidArgument` for a time that is negative or not a number, and for no layers or blocks.
     """
     _check_counts(layers, blocks)
     _check_times(prefill_s=prefill_s, transfer_s=transfer_s, metadata_s=metadata_s)
-    if needed is None:
-        most, least = layers * blocks, min(layers, ALWAYS_LAYERS) * blocks
-    elif needed.shape != (layers, blocks):
-        raise InvalidArgument(
-            f"needed has shape {needed.shape} for {layers} layers and {blocks} blocks", shape=list(needed.shape)
-        )
-    else:
-        most, least = int(needed.sum()), int(needed[:ALWAYS_LAYERS].sum())
+    most, least = layers * blocks, min(layers, ALWAYS_LAYERS) * blocks
     overlap_s = (layers - 1) / layers * prefill_s - metadata_s
     if overlap_s >= transfer_s:
         return most

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvd.blocks import block_bounds, block_of
+from kvd.blocks import block_bounds
 from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 
@@ -67,18 +67,6 @@ class SelectionCounts:
         self.selected[layer] += counts
         self.chances[layer] += chances
 
-    def add_tokens(self, layer: int, selections: npt.ArrayLike, *, heads: int, steps: int) -> None:
-        """As :meth:`add`, with one number a prompt token (``kvd_kernels.accumulate``)."""
-        counts = np.asarray(selections, np.float64)
-        if counts.ndim != 1 or not counts.size:
-            raise InvalidArgument(
-                f"selections have shape {counts.shape}; give one number a token", shape=list(counts.shape)
-            )
-        length = counts.size
-        where = block_of(length, self.blocks, np.arange(length))
-        summed = np.bincount(where, weights=counts, minlength=self.blocks)
-        self.add(layer, summed, length=length, heads=heads, steps=steps)
-
     def merge(self, other: SelectionCounts) -> None:
         """Add another's counts; raises :class:`InvalidArgument` where its shape differs."""
         if other.selected.shape != self.selected.shape:
@@ -88,13 +76,6 @@ class SelectionCounts:
             )
         self.selected += other.selected
         self.chances += other.chances
-
-    def fade(self, factor: float) -> None:
-        """Let what was counted so far weigh ``factor`` (0 to 1) of what comes: the matrix then follows the workload."""
-        if not 0 <= factor <= 1:
-            raise InvalidArgument(f"counts can't fade by {factor}; give a factor from 0 to 1", factor=factor)
-        self.selected *= factor
-        self.chances *= factor
 
     def matrix(self) -> ImportanceMatrix:
         """The importance as counted so far.

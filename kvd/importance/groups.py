@@ -1,10 +1,9 @@
-"""Importance by prompt length, and its replacement while transfers run (SmartGen, section 4.4: grouped and periodic
-profiling)."""
+"""Importance by prompt length (SmartGen, section 4.4: grouped profiling)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 from kvd.errors import InvalidArgument
 from kvd.importance.matrix import ImportanceMatrix
@@ -69,51 +68,3 @@ class Groups:
     def nearest(self, length: int) -> Group:
         """The group of a prompt's length, or that whose range is nearest by factor (of two, the shorter)."""
         return min(self.groups, key=lambda group: group.distance(length))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a transfer takes hold of when it begins and keeps until it ends."""
-
-    version: int
-    groups: Groups
-
-    def matrix(self, length: int) -> ImportanceMatrix:
-        return self.groups.nearest(length).matrix
-
-
-class ImportanceStore:
-    """The profiles in use, one a model; replaced by read-copy-update.
-
-    :meth:`current` hands out an immutable snapshot; :meth:`replace` puts another in its place for whoever asks next.
-    Nobody waits, and a running transfer's order never changes under it.
-    """
-
-    __slots__ = ("_snapshots", "_version")
-
-    def __init__(self) -> None:
-        self._snapshots: dict[Hashable, Snapshot] = {}
-        self._version = 0
-
-    def current(self, model: Hashable) -> Snapshot | None:
-        """The newest profile of a model (a key of the caller's choice: id, revision, selector), if there is one."""
-        return self._snapshots.get(model)
-
-    def replace(self, model: Hashable, groups: Groups, *, layers: int) -> Snapshot:
-        """Install a profile; returns its snapshot, with a version higher than every earlier one.
-
-        Raises :class:`InvalidArgument`, leaving the old one, unless it has the model's number of ``layers``.
-        """
-        if groups.layers != layers:
-            raise InvalidArgument(
-                f"the profile has {groups.layers} layers and the model {layers}; it belongs to another model",
-                layers=[groups.layers, layers],
-            )
-        self._version += 1
-        snapshot = Snapshot(self._version, groups)
-        self._snapshots[model] = snapshot
-        return snapshot
-
-    def remove(self, model: Hashable) -> None:
-        """Forget a model's profile; transfers that hold it keep it. Does nothing where there is none."""
-        self._snapshots.pop(model, None)

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd.blocks import Runs, block_bounds, window_start
 from kvd.errors import InvalidArgument
 
 ALWAYS_LAYERS = 2
@@ -67,18 +66,13 @@ class ImportanceMatrix:
     def __repr__(self) -> str:
         return f"<ImportanceMatrix of {self.layers} layers, {self.blocks} blocks>"
 
-    def order(self, among: BlockMask | None = None) -> npt.NDArray[np.int64]:
-        """Blocks, the most important first, as ``layer * blocks + block``; equal ones by layer, then position.
-
-        ``among`` limits it to some blocks. Raises :class:`InvalidArgument` where its shape is another.
-        """
+    def order(self) -> npt.NDArray[np.int64]:
+        """Blocks, the most important first, as ``layer * blocks + block``; equal ones by layer, then position."""
         if self._order is None:
             # A stable sort of the negated values; -inf comes first.
             self._order = np.argsort(-self.values, axis=None, kind="stable").astype(np.int64)
             self._order.setflags(write=False)
-        if among is None:
-            return self._order
-        return self._order[self._checked(among).ravel()[self._order]]
+        return self._order
 
     def ranks(self) -> npt.NDArray[np.int64]:
         """Each block's place in :meth:`order`, shape (layers, blocks); 0 is the most important."""
@@ -89,36 +83,13 @@ class ImportanceMatrix:
             self._ranks.setflags(write=False)
         return self._ranks
 
-    def top(self, count: int, among: BlockMask | None = None) -> BlockMask:
+    def top(self, count: int) -> BlockMask:
         """The ``count`` most important blocks (all, if there are fewer)."""
         if count < 0:
             raise InvalidArgument(f"a budget of {count} blocks makes no sense; give 0 or more", count=count)
         chosen = np.zeros(self.values.size, np.bool_)
-        chosen[self.order(among)[:count]] = True
+        chosen[self.order()[:count]] = True
         return chosen.reshape(self.values.shape)
-
-    def layer_order(self, layer: int, among: BlockMask | None = None) -> npt.NDArray[np.int64]:
-        """One layer's block numbers, the most important first."""
-        self._check_layer(layer)
-        numbers = np.argsort(-self.values[layer], kind="stable").astype(np.int64)
-        return numbers if among is None else numbers[self._checked(among)[layer, numbers]]
-
-    def row_runs(self, layer: int, length: int, *, window: int = 0, among: BlockMask | None = None) -> Runs:
-        """The tokens of a row of ``length`` tokens in order of importance, as runs of shape (n, 2).
-
-        Each token that the layer's ``window`` (0: all) can still see is in exactly one run. Blocks that follow each
-        other in the order and touch in memory, on either side, are one run.
-        """
-        bounds = np.maximum(block_bounds(length, self.blocks), window_start(length, window))
-        numbers = self.layer_order(layer, among)
-        starts, stops = bounds[numbers], bounds[numbers + 1]
-        filled = starts < stops
-        starts, stops = starts[filled], stops[filled]
-        if not len(starts):
-            return np.empty((0, 2), np.int64)
-        touches = (starts[1:] == stops[:-1]) | (stops[1:] == starts[:-1])
-        first = np.flatnonzero(np.concatenate(([True], ~touches)))
-        return np.stack((np.minimum.reduceat(starts, first), np.maximum.reduceat(stops, first)), axis=1)
 
     def resampled(self, blocks: int) -> ImportanceMatrix:
         """The same importance over another number of blocks, each the mean of what it covers.
@@ -132,20 +103,6 @@ class ImportanceMatrix:
         values = np.zeros((self.layers, blocks))
         values[ALWAYS_LAYERS:] = resampled_columns(self.values[ALWAYS_LAYERS:], blocks)
         return ImportanceMatrix(values)
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise InvalidArgument(
-                f"layer {layer} does not exist; the matrix has layers 0 to {self.layers - 1}", layer=layer
-            )
-
-    def _checked(self, among: BlockMask) -> BlockMask:
-        if among.shape != self.values.shape:
-            raise InvalidArgument(
-                f"a choice of blocks has shape {among.shape}, and the matrix {self.values.shape}",
-                shape=list(among.shape),
-            )
-        return among
 
 
 def resampled_columns(values: npt.NDArray[Any], blocks: int) -> npt.NDArray[np.float64]:

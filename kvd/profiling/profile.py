@@ -86,7 +86,7 @@ class Profile:
 
     @property
     def importance(self) -> Groups:
-        """What :class:`~kvd.importance.groups.ImportanceStore` takes."""
+        """The matrices by prompt length."""
         return Groups(self.groups)
 
     def timing(self, entry_bytes: int | None = None) -> Timing | None:

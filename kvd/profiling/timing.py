@@ -15,7 +15,6 @@ from statistics import median
 
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
-from kvd.importance.matrix import BlockMask
 from kvd_client.spec import MAX_TOKENS
 
 MAX_POINTS = 1 << 16
@@ -112,37 +111,17 @@ class Timing:
     prefill: TimeModel
     transfer: TimeModel
 
-    def prefill_s(self, tokens: int, *, cached: int = 0) -> float:
-        """T_p for a prompt, ``cached`` tokens of which are found in the source's prefix cache.
-
-        The rest still attends to the prefix: it takes at least T_p(tokens) - T_p(cached), and at least as long as a
-        prompt of its own length. Raises :class:`InvalidArgument` where more is cached than there is.
-        """
-        if not 0 <= cached <= tokens:
-            raise InvalidArgument(f"{cached} of {tokens} tokens can't be cached", cached=cached, tokens=tokens)
-        whole = self.prefill(tokens)
-        return max(whole - self.prefill(cached), self.prefill(tokens - cached)) if cached else whole
+    def prefill_s(self, tokens: int) -> float:
+        """T_p of a prompt."""
+        return self.prefill(tokens)
 
     def transfer_s(self, tokens: int) -> float:
-        """T_t: the whole KV cache of a prompt, cached or not."""
+        """T_t: the whole KV cache of a prompt."""
         return self.transfer(tokens)
 
-    def budget(
-        self,
-        layers: int,
-        blocks: int,
-        tokens: int,
-        *,
-        cached: int = 0,
-        metadata_s: float = 0.0,
-        needed: BlockMask | None = None,
-    ) -> int:
-        """K_r for a prompt (:func:`kvd.importance.budget.block_budget`); where not all blocks are ``needed``, T_t is
-        their share of the measured one."""
-        prefill_s, transfer_s = self.prefill_s(tokens, cached=cached), self.transfer_s(tokens)
-        if needed is not None and needed.size:
-            transfer_s *= float(needed.mean())
-        return block_budget(layers, blocks, prefill_s, transfer_s, metadata_s=metadata_s, needed=needed)
+    def budget(self, layers: int, blocks: int, tokens: int) -> int:
+        """K_r for a prompt (:func:`kvd.importance.budget.block_budget`)."""
+        return block_budget(layers, blocks, self.prefill_s(tokens), self.transfer_s(tokens))
 
 
 def _fitted(times: Times) -> tuple[tuple[int, ...], tuple[float, ...]]:

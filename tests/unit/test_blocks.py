@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from kvd.blocks import (
     block_bounds,
     block_of,
-    block_range,
-    block_runs,
-    blocks_touched,
-    blocks_within,
-    filled_blocks,
     join_runs,
-    token_runs,
     window_start,
 )
 from kvd.errors import InvalidArgument
@@ -37,7 +31,6 @@ def members(length: int, blocks: int) -> list[list[int]]:
 def test_a_small_case_by_hand() -> None:
     assert block_bounds(10, 3).tolist() == [0, 4, 7, 10]
     assert block_bounds(2, 5).tolist() == [0, 1, 1, 2, 2, 2]
-    assert block_range(10, 3, 1) == (4, 7)
     assert block_of(2, 5, [0, 1]).tolist() == [0, 2]
 
 
@@ -47,40 +40,11 @@ def test_bounds_and_numbers_are_two_views_of_one_cut(length: int, blocks: int) -
     assert len(bounds) == blocks + 1
     for block, tokens in enumerate(expected):
         assert list(range(bounds[block], bounds[block + 1])) == tokens
-        assert block_range(length, blocks, block) == (bounds[block], bounds[block + 1])
     where = block_of(length, blocks, np.arange(length))
     assert where.tolist() == [block for block, tokens in enumerate(expected) for _ in tokens]
-    assert filled_blocks(length, blocks) == sum(map(bool, expected))
     if length >= blocks:
         sizes = np.diff(bounds)
         assert sizes.max() - sizes.min() <= 1
-
-
-@given(lengths, counts, st.integers(0, 300), st.integers(0, 300))
-def test_what_a_chunk_completes_and_touches(length: int, blocks: int, start: int, size: int) -> None:
-    start = min(start, length)
-    stop = min(start + size, length)
-    expected = members(length, blocks)
-    chunk = set(range(start, stop))
-    first, last = blocks_within(length, blocks, start, stop)
-    whole = {block for block, tokens in enumerate(expected) if tokens and chunk.issuperset(tokens)}
-    assert {block for block in range(first, last) if expected[block]} == whole
-    first, last = blocks_touched(length, blocks, start, stop)
-    touched = {block for block, tokens in enumerate(expected) if chunk.intersection(tokens)}
-    assert {block for block in range(first, last) if expected[block]} == touched
-
-
-@given(st.data(), lengths, counts)
-def test_runs_have_the_same_tokens_and_never_touch(data: st.DataObject, length: int, blocks: int) -> None:
-    numbers = data.draw(st.lists(st.integers(0, blocks - 1), max_size=40))
-    expected = members(length, blocks)
-    runs = token_runs(length, blocks, numbers)
-    tokens = [token for start, stop in runs.tolist() for token in range(start, stop)]
-    assert tokens == sorted(token for number in set(numbers) for token in expected[number])
-    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(runs.tolist()))
-    numbered = block_runs(numbers)
-    assert [n for first, last in numbered.tolist() for n in range(first, last)] == sorted(set(numbers))
-    assert all(last < first for (_, last), (first, _) in itertools.pairwise(numbered.tolist()))
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20))
@@ -91,12 +55,6 @@ def test_joined_runs_cover_what_was_given(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_what_does_not_exist_is_refused_by_number() -> None:
-    with pytest.raises(InvalidArgument, match="block 3 does not exist"):
-        block_range(10, 3, 3)
-    with pytest.raises(InvalidArgument, match="block 3 does not exist"):
-        token_runs(10, 3, [0, 3])
-    with pytest.raises(InvalidArgument, match="block -1 does not exist"):
-        token_runs(10, 3, [-1, 2])
     with pytest.raises(InvalidArgument, match="token 10 is outside"):
         block_of(10, 3, [0, 10])
     with pytest.raises(InvalidArgument, match="token -2 is outside"):

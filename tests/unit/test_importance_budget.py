@@ -1,21 +1,17 @@
-"""The budget, the bound, groups by length, and windows."""
+"""The budget, the bound, and groups by length."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvd.blocks import block_range
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget, needed_share, rest_s, ttst_bound
-from kvd.importance.groups import Group, Groups, ImportanceStore
+from kvd.importance.groups import Group, Groups
 from kvd.importance.matrix import ImportanceMatrix
-from kvd.importance.windows import needed_blocks, needed_ranges
-from kvd_client.spec import TokenRange
 
 seconds = st.floats(0, 100)
 
@@ -53,16 +49,6 @@ def test_the_budget_follows_the_equation(
 @given(st.integers(2, 60), st.floats(0.001, 100))
 def test_a_transfer_that_just_fits_is_a_full_one(layers: int, transfer: float) -> None:
     assert block_budget(layers, 1000, transfer * layers / (layers - 1), transfer) == layers * 1000
-
-
-def test_only_needed_blocks_count() -> None:
-    needed = np.ones((4, 10), bool)
-    needed[1, :6] = needed[3, :8] = False
-    assert block_budget(4, 10, 0.0, 5.0, needed=needed) == 14
-    assert block_budget(4, 10, 50.0, 5.0, needed=needed) == 26
-    assert block_budget(4, 10, 4.0, 4.0, needed=needed) == math.floor(26 * 0.75)
-    with pytest.raises(InvalidArgument, match="shape"):
-        block_budget(4, 9, 1.0, 1.0, needed=needed)
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
@@ -156,62 +142,3 @@ def test_groups_that_make_no_sense_are_refused() -> None:
         with pytest.raises(InvalidArgument, match=why):
             Groups(bad)
     assert Groups([group(1, 10), group(10, 20, blocks=9)]).nearest(10).matrix.blocks == 9
-
-
-def test_replacing_a_profile_leaves_running_transfers_theirs() -> None:
-    store = ImportanceStore()
-    assert store.current("m") is None
-    old = store.replace("m", Groups([group(1, 100)]), layers=3)
-    running = store.current("m")
-    assert running is old
-    order = running.matrix(50).order().tolist()
-    newer = ImportanceMatrix([[0] * 4, [0] * 4, [1, 2, 3, 4]])
-    fresh = store.replace("m", Groups([Group(1, 100, newer)]), layers=3)
-    assert store.current("m") is fresh
-    assert fresh.version > old.version
-    assert running.matrix(50).order().tolist() == order != fresh.matrix(50).order().tolist()
-    other = store.replace("other", Groups([group(1, 100, layers=7)]), layers=7)
-    assert store.current("m") is fresh
-    assert other.version > fresh.version
-    with pytest.raises(InvalidArgument, match="3 layers and the model 7"):
-        store.replace("other", Groups([group(1, 100)]), layers=7)
-    assert store.current("other") is other
-    store.remove("other")
-    store.remove("other")
-    assert store.current("other") is None
-
-
-# --- windows ------------------------------------------------------------------------------------------------------
-
-
-def test_a_window_needs_only_its_tokens() -> None:
-    assert needed_ranges(0, [10, 3]) == [TokenRange(0, 0, 10), TokenRange(1, 0, 3)]
-    assert needed_ranges(4, [10, 3]) == [TokenRange(0, 6, 10), TokenRange(1, 0, 3)]
-    assert needed_blocks([], [10], 2, 5).all()
-    assert needed_blocks([0, 4, 3], [10], 3, 5).tolist() == [
-        [True] * 5,
-        [False, False, False, True, True],
-        [False, False, False, True, True],
-    ]
-    with pytest.raises(InvalidArgument, match="2 windows for 3 layers"):
-        needed_blocks([1, 2], [10], 3, 5)
-
-
-@given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=4),
-    st.lists(st.integers(1, 25), min_size=1, max_size=3),
-    st.integers(1, 30),
-)
-def test_needed_blocks_are_those_with_a_needed_token(windows: list[int], lengths: list[int], blocks: int) -> None:
-    needed = needed_blocks(windows, lengths, len(windows), blocks)
-    assert needed.shape == (len(windows), blocks)
-    for layer, window in enumerate(windows):
-        ranges = needed_ranges(window, lengths)
-        for block in range(blocks):
-            tokens = [
-                token
-                for part in ranges
-                for token in range(*block_range(lengths[part.row], blocks, block))
-                if part.start <= token < part.stop
-            ]
-            assert needed[layer, block] == bool(tokens)

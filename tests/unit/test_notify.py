@@ -38,7 +38,6 @@ def manager(request: pytest.FixtureRequest) -> Iterator[Manager]:
 
 def test_what_the_manager_is_told(manager: Manager) -> None:
     notifier = Notifier(manager.address)
-    assert notifier.enabled
     assert notifier.ready("serving\n2 peers")
     assert manager.receive() == ["READY=1", "STATUS=serving 2 peers"]
     assert notifier.status("3 transfers")
@@ -59,7 +58,6 @@ def test_what_the_manager_is_told(manager: Manager) -> None:
 def test_without_a_manager_nothing_happens() -> None:
     environ = {"WATCHDOG_USEC": "2000000"}
     notifier = Notifier.from_environment(environ)
-    assert not notifier.enabled
     assert notifier.watchdog_interval is None
     assert not notifier.ready()
     assert environ == {}

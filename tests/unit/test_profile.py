@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvd.errors import FingerprintMismatch, InvalidArgument
-from kvd.importance.groups import ImportanceStore
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.profiling.profile import ProfileGroup, for_model
 from tests.profiles import CREATED, SPEC, matrix, profile
@@ -30,12 +29,10 @@ def test_a_profile_is_for_its_model_only() -> None:
         assert list(caught.value.fields) == [name]
 
 
-def test_its_groups_go_into_the_store() -> None:
-    store = ImportanceStore()
+def test_a_prompt_gets_the_matrix_of_its_length() -> None:
     mine = profile()
-    snapshot = store.replace(mine.model, mine.importance, layers=SPEC.layers)
-    assert snapshot.matrix(700) is mine.groups[0].matrix
-    assert snapshot.matrix(5000) is mine.groups[1].matrix
+    assert mine.importance.nearest(700).matrix is mine.groups[0].matrix
+    assert mine.importance.nearest(5000).matrix is mine.groups[1].matrix
 
 
 def test_transfer_times_follow_the_bytes_of_an_entry() -> None:

@@ -88,7 +88,7 @@ def test_positions_that_are_selected_come_first() -> None:
             recording.add(2, index([6, 7, 0]))
     (group,) = recorder.groups()
     assert group.matrix.values[2].tolist() == [0.5, 0, 0, 1.0]
-    assert group.matrix.layer_order(2).tolist() == [3, 0, 1, 2]
+    assert group.matrix.ranks()[2].tolist() == [9, 10, 11, 8]
     assert (group.low, group.high, group.samples, group.steps) == (8, 16, 1, 5)
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
-from kvd.importance.windows import needed_blocks
 from kvd.profiling.timing import TimeModel, Times, Timing
 
 lengths = st.integers(1, 1 << 20)
@@ -123,30 +122,5 @@ TIMING = Timing(TimeModel(Times((1000, 2000), (1.0, 2.5))), TimeModel(Times((100
 
 
 def test_a_budget_is_equation_2_at_that_length() -> None:
+    assert (TIMING.prefill_s(2000), TIMING.transfer_s(2000)) == (2.5, 13.0)
     assert TIMING.budget(30, 100, 2000) == block_budget(30, 100, 2.5, 13.0)
-    assert TIMING.budget(30, 100, 2000, metadata_s=1.0) == block_budget(30, 100, 2.5, 13.0, metadata_s=1.0)
-
-
-def test_needed_blocks_take_their_share_of_the_transfer() -> None:
-    needed = needed_blocks([0, 0, 500, 500], [2000], 4, 100)
-    assert needed.mean() == pytest.approx(0.625)
-    assert TIMING.budget(4, 100, 2000, needed=needed) == block_budget(4, 100, 2.5, 13.0 * 0.625, needed=needed)
-
-
-def test_a_cached_prefix_saves_its_own_time_only() -> None:
-    assert TIMING.prefill_s(2000) == 2.5
-    # The second thousand tokens attend to the first: 1.5 s, though 1,000 tokens alone take 1.0.
-    assert TIMING.prefill_s(2000, cached=1000) == pytest.approx(1.5)
-    assert TIMING.prefill_s(2000, cached=1900) == pytest.approx(0.15)
-    assert TIMING.transfer_s(2000) == 13.0
-
-
-def test_a_cached_prefix_does_not_save_the_constant_part() -> None:
-    timing = Timing(TimeModel(Times((1000, 2000), (1.5, 2.5))), TIMING.transfer)
-    assert timing.prefill_s(2000, cached=1000) == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize("cached", [-1, 11])
-def test_more_than_the_prompt_is_not_cached(cached: int) -> None:
-    with pytest.raises(InvalidArgument, match="cached"):
-        TIMING.prefill_s(10, cached=cached)
