@@ -71,10 +71,6 @@ class ChannelSpace:
         """Bytes of the largest extent that is free in all of ``channels`` (``None``: all)."""
         return max((length for _, length in self._runs(self._mask(channels))), default=0)
 
-    def emptiest(self) -> int:
-        """The channel with the most free bytes; of equals the first."""
-        return min(range(self.channels), key=self.used)
-
     # --- taking and giving ----------------------------------------------------------------------------------------
 
     def take(self, nbytes: int, channels: Sequence[int] | None = None) -> int:

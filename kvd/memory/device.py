@@ -258,10 +258,6 @@ class NpuDevice:
         """
         return self.lease_tensors([nbytes], owner, channels=channels)
 
-    def lease_flat(self, nbytes: int, owner: Hashable) -> ChannelLease:
-        """A tensor in one channel: the one with the most room. Errors as in :meth:`lease`."""
-        return self.lease(nbytes, owner, channels=[self._space.emptiest()])
-
     def lease_tensors(
         self, sizes: Sequence[int], owner: Hashable, *, channels: Sequence[int] | None = None
     ) -> ChannelLease:
@@ -285,10 +281,6 @@ class NpuDevice:
         )
         self._holdings.add(lease)
         return lease
-
-    def release_owner(self, owner: Hashable) -> list[ChannelLease]:
-        """Release every lease of a process that is gone; returns those whose memory waits for a hold to end."""
-        return self._holdings.release(owner)
 
     # --- fabrics and end ------------------------------------------------------------------------------------------
 

@@ -44,12 +44,6 @@ class Holdings(Generic[L]):
         if not owned:
             del self._by_owner[lease.owner]
 
-    def release(self, owner: Hashable) -> list[L]:
-        """Release all of the owner's; returns those whose memory waits for a hold to end."""
-        for lease in self.of(owner):
-            lease.release()
-        return self.of(owner)
-
 
 class Turnover:
     """How long leases are kept, and so when the next one will go back, most likely."""

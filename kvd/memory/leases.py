@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from kvd.errors import InvalidArgument, LeaseExpired
 from kvd.fabric.base import Region
@@ -22,7 +22,7 @@ class Lifetime(abc.ABC):
     never lands in memory that somebody else has been given.
     """
 
-    __slots__ = ("_holds", "_on_free", "free", "generation", "nbytes", "owner", "released")
+    __slots__ = ("_holds", "free", "generation", "nbytes", "owner", "released")
 
     def __init__(self, *, nbytes: int, generation: int, owner: Hashable) -> None:
         self.nbytes = nbytes
@@ -32,7 +32,6 @@ class Lifetime(abc.ABC):
         self.released = False
         self.free = False
         self._holds = 0
-        self._on_free: list[Callable[[Any], None]] = []
 
     def __repr__(self) -> str:
         state = "free" if self.free else "released" if self.released else "open"
@@ -67,13 +66,6 @@ class Lifetime(abc.ABC):
             self.released = True
             self._reclaim_if_idle()
 
-    def on_free(self, callback: Callable[[Self], None]) -> None:
-        """Call ``callback(lease)`` once when the memory has gone back; at once if it already has."""
-        if self.free:
-            callback(self)
-        else:
-            self._on_free.append(callback)
-
     @abc.abstractmethod
     def _give_back(self) -> None:
         """Return the memory to where it came from; called once."""
@@ -83,9 +75,6 @@ class Lifetime(abc.ABC):
             return
         self.free = True
         self._give_back()
-        callbacks, self._on_free = self._on_free, []
-        for callback in callbacks:
-            callback(self)
 
     def _check_not_free(self) -> None:
         if self.free:

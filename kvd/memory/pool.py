@@ -181,25 +181,7 @@ class Pool:
                 return
             self._adopt(self._make(dataclasses.replace(growth, nbytes=size)))
 
-    def release_owner(self, owner: Hashable) -> list[Lease]:
-        """Release every lease of a process that is gone; returns those whose memory waits for a hold to end."""
-        return self._holdings.release(owner)
-
-    # --- fabrics and end ------------------------------------------------------------------------------------------
-
-    def add_fabric(self, fabric: Registrar) -> None:
-        """Register all arenas, present and future, with one more fabric; on its error nothing has changed."""
-        done: list[tuple[_Slab, Region]] = []
-        try:
-            for slab in self._slabs:
-                done.append((slab, fabric.register(slab.arena.memory)))
-        except BaseException:
-            for _, region in done:
-                fabric.deregister(region)
-            raise
-        for slab, region in done:
-            slab.regions[fabric.name] = region
-        self._fabrics.append(fabric)
+    # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release all leases and give all arenas back, held or not; close the fabrics first. Idempotent."""
