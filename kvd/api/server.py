@@ -286,7 +286,8 @@ class ApiServer:
 
     def _full(self) -> Busy:
         return Busy(
-            f"the daemon serves {self._limits.clients} processes already, its configured limit (api.clients)",
+            f"the daemon serves {self._limits.clients} processes already, as many as api.max_clients allows; close "
+            "one, or raise it",
             clients=self._limits.clients,
             retry_after_s=1.0,
         )
