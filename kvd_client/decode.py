@@ -77,7 +77,9 @@ class DecodeTransfer(Transfer):
         layer = self._check(layer)
         half, odd = divmod(self.layout.entry_bytes, 2)
         if odd:
-            raise InvalidArgument(f"entries of {self.layout.entry_bytes} bytes have no K and V of equal size")
+            raise InvalidArgument(
+                f"entries of {self.layout.entry_bytes} bytes have no K and V of equal size; use layer()"
+            )
         view = self._layer(layer)[..., which * half : (which + 1) * half]
         if not as_torch:
             try:
@@ -85,7 +87,9 @@ class DecodeTransfer(Transfer):
             except (TypeError, ValueError) as error:  # the second: a name that is no text
                 raise InvalidArgument(f"dtype is {dtype!r}; give NumPy's or its name ({error})") from None
             if kind.hasobject or kind.subdtype is not None:
-                raise InvalidArgument(f"dtype is {dtype!r}, whose values are no bytes of a KV entry")
+                raise InvalidArgument(
+                    f"dtype is {dtype!r}, whose values are no bytes of a KV entry; give one of numbers"
+                )
             check_fits(half, kind.itemsize, kind)
             return view.view(kind)
         import torch
@@ -183,7 +187,7 @@ class DecodeTransfer(Transfer):
         items = items_of(entries, "entries", row, self.layout.entry_bytes)
         if items.shape != (1, items.shape[1], self.layout.kv_heads):
             raise InvalidArgument(
-                f"put_held got (tokens, heads) = {items.shape[1:]} where {self.layout.kv_heads} heads are needed",
+                f"put_held got (tokens, heads) = {items.shape[1:]}; this part has {self.layout.kv_heads} heads",
                 layer=layer,
                 row=row,
             )

@@ -72,7 +72,10 @@ class Transfer:
         placement."""
         self._connection.check_part(self._part)
         if self._tensors is None:
-            raise InvalidArgument(f"transfer {self.id} was opened without a placement, and has no tensors on a device")
+            raise InvalidArgument(
+                f"transfer {self.id} was opened without a placement, and has no tensors on a device; "
+                "open it with one, or with a cache"
+            )
         return self._tensors
 
     def _place(self, cache: Cache | None, blocks: Sequence[Sequence[int]], head: int | None) -> None:
