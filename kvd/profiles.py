@@ -162,7 +162,7 @@ class Profiles:
             if known[:3] == model and mine != theirs:
                 raise InvalidArgument(
                     f"selections of {spec.model} are being recorded with {theirs[0]} layers, {theirs[1]} KV heads and "
-                    f"{theirs[2]} blocks, not {mine}",
+                    f"{theirs[2]} blocks, not {mine}; name other models differently",
                     differ=[theirs, mine],
                 )
         recording = self._recordings.get(key)
