@@ -36,8 +36,8 @@ ALL_ROWS = 0xFFFFFFFF
 """``row`` of an event that concerns the range in every row, clipped to the row's length."""
 
 RING_SLOTS_OFFSET = RING_EVENTS_OFFSET + RING_EVENTS * RING_EVENT.size
+SLOT = struct.Struct("<IIQQ")
+"""state u32 (a SLOT_ constant), generation u32, progress u64 (grows by one whenever masks have changed), bytes u64."""
 SLOT_BYTES = 64
-"""state u32 (a SLOT_ constant), generation u32, progress u64 (grows by one whenever masks have changed), bytes u64;
-the rest keeps the next slot out of this one's cache line."""
 SLOT_FREE, SLOT_OPEN, SLOT_DELIVERED, SLOT_FAILED = 0, 1, 2, 3
 RING_BYTES = RING_SLOTS_OFFSET + RING_SLOTS * SLOT_BYTES
