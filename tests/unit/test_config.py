@@ -22,7 +22,7 @@ from kvd.config import (
     to_toml,
 )
 from kvd.errors import ConfigError
-from kvd.host import Host, parse_meminfo
+from kvd.host import Host
 from kvd.keys import read_keys
 
 HOST = Host(
@@ -230,11 +230,6 @@ class TestKeys:
             read_keys(tmp_path / "none")
         with pytest.raises(ConfigError, match="longer than 65536 bytes"):
             read_keys(self.write(tmp_path, b"x" * 70000))
-
-
-def test_meminfo_counts_bytes() -> None:
-    info = parse_meminfo("MemTotal:       2048 kB\nHugePages_Total:       3\nHugepagesize:       2048 kB\n")
-    assert info == {"MemTotal": 2 << 20, "HugePages_Total": 3, "Hugepagesize": 2 << 20}
 
 
 def test_the_facts_of_this_host() -> None:
