@@ -13,7 +13,7 @@ from kvd_client.arguments import deadline_of, whole
 from kvd_client.arrays import Bytes, check_fits, items_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
-from kvd_client.parts import Part, raise_if_failed
+from kvd_client.parts import Part, raise_if_failed, released_error
 from kvd_client.ring import ALL_ROWS, EVENT_IDLE
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, TokenRange
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvd_client.fetch import FetchHandle
     from kvd_client.lanes import Lanes, PendingSelection
 
-from kvd_client.transfer import Index, Mask, Transfer, released_error
+from kvd_client.transfer import Index, Mask, Transfer
 
 
 class DecodeTransfer(Transfer):

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import os
 
+from kvd_client.errors import InvalidArgument
+
 pid = os.getpid()
+
+
+def check(maker: int) -> None:
+    """Raise :class:`InvalidArgument` where what process ``maker`` has made is used in another one."""
+    if maker != pid:
+        raise InvalidArgument(
+            f"this client belongs to process {maker} and was used in its forked child {pid}; make a new Client after "
+            "the fork",
+            pid=maker,
+        )
 
 
 def _after_fork_in_child() -> None:

@@ -13,11 +13,11 @@ from kvd_client.arrays import Bytes, items_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.exchange import error_of
-from kvd_client.parts import Part, raise_if_failed
+from kvd_client.parts import Part, raise_if_failed, released_error
 from kvd_client.protocol import RANK_WEIGHT, Failure, Finish, RankBlocks
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, EVENT_METADATA_READY, SLOT_DELIVERED
 from kvd_client.spec import PartLayout
-from kvd_client.transfer import Transfer, released_error
+from kvd_client.transfer import Transfer
 
 
 class PrefillTransfer(Transfer):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvd_client.arguments import position
 from kvd_client.arrays import Bytes
 from kvd_client.connection import Connection
-from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, LeaseExpired, NotFound
+from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, NotFound
 from kvd_client.parts import Part
 from kvd_client.protocol import Abort
 from kvd_client.spec import PartLayout
@@ -164,7 +164,3 @@ class Transfer:
 
     def _check_row(self, row: int) -> int:
         return position("row", row, self.layout.sequences)
-
-
-def released_error(part: Part) -> LeaseExpired:
-    return LeaseExpired(f"transfer {part.transfer} has been released; its memory is gone", transfer=part.transfer)
