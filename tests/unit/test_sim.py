@@ -94,9 +94,9 @@ def test_every_request_ends_and_everything_is_given_back(mode: str, speculative:
     measured = cluster.run()
     assert len(measured) == cluster.arrived == len(list(requests(SMALL))) > 5
     assert {one.code for one in measured} == {"OK"}
-    for host in cluster.prefill + cluster.decode:
-        assert not host.parts
-        assert not host.core.unfinished
+    for node in cluster.prefill + cluster.decode:
+        assert not node.parts
+        assert not node.core.unfinished
     assert cluster.running == 0
     for one in measured:
         assert 0 < one.prefill_s <= one.ttft_s + 1e-9
