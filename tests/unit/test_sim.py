@@ -19,6 +19,7 @@ from kvd.sim.cluster import Cluster
 from kvd.sim.network import Nic, Piece
 from kvd.sim.report import summarise, to_json
 from kvd.sim.workload import MODELS, Scenario, Shape, requests, synthetic_importance, wanted
+from kvd_client.spec import MAX_TOKENS
 
 SMALL = Scenario(
     model="small",
@@ -31,6 +32,13 @@ SMALL = Scenario(
     prefill_rate=2000.0,
     step_s=0.05,
 )
+
+
+def test_long_prompts_are_as_long_as_was_asked() -> None:
+    long = dataclasses.replace(SMALL, prompt_tokens=4 << 20, prompt_sigma=0.1)
+    assert min(request.tokens for request in requests(long)) > 2 << 20
+    longest = dataclasses.replace(long, prompt_tokens=MAX_TOKENS)
+    assert max(request.tokens for request in requests(longest)) == MAX_TOKENS
 
 
 def test_calls_come_by_time_and_then_in_the_order_asked() -> None:
