@@ -50,7 +50,8 @@ class Book:
         self.unfinished = 0
         """Parts that have not ended."""
         self.timers = Timers(self.parts)
-        self.by_rank: dict[tuple[Role, str, int], TransferId] = {}
+        self.by_rank: dict[tuple[Role, str], dict[int, TransferId]] = {}
+        """The parts of each request by rank, in the order in which they were opened."""
         self.by_handle: dict[str, TransferId] = {}
         self.rendezvous = Rendezvous()
         self.links: dict[ev.SessionId, Link] = {}
@@ -75,7 +76,7 @@ class Book:
     def add(self, part: Part) -> None:
         """Take a new part in."""
         self.parts[part.transfer] = part
-        self.by_rank[part.role, part.request, part.rank] = part.transfer
+        self.by_rank.setdefault((part.role, part.request), {})[part.rank] = part.transfer
         if part.role is Role.SOURCE:
             self.by_handle[part.handle] = part.transfer
         self.unfinished += 1
@@ -156,15 +157,24 @@ class Book:
     def forget(self, part: Part) -> None:
         """The process is done with an ended part: its memory goes back."""
         del self.parts[part.transfer]
-        del self.by_rank[part.role, part.request, part.rank]
+        ranks = self.by_rank[part.role, part.request]
+        del ranks[part.rank]
+        if not ranks:
+            del self.by_rank[part.role, part.request]
         if part.role is Role.SOURCE:
             del self.by_handle[part.handle]
         self.emit(do.FreeMemory(part.transfer))
 
     def _ranks(self, part: Part) -> Iterator[Part]:
-        for other in list(self.parts.values()):
-            if other is not part and (other.role, other.request) == (part.role, part.request) and not other.ended:
+        """The other ranks of a part's request that have not ended."""
+        for transfer in self.by_rank[part.role, part.request].values():
+            other = self.parts[transfer]
+            if other is not part and not other.ended:
                 yield other
+
+    def rank(self, role: Role, request: str, rank: int) -> Part | None:
+        """The part that was opened for a rank of a request, if it is not forgotten."""
+        return self.parts.get(self.by_rank.get((role, request), {}).get(rank, -1))
 
     def named_by(self, event: ev.MessageReceived, kind: type[SomePart]) -> SomePart | None:
         """The part that a peer's message names, if it is that peer's to speak of."""

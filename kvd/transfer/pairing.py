@@ -54,14 +54,13 @@ def on_session_lost(book: Book, event: ev.SessionLost, now: float) -> None:
 def on_open(book: Book, event: ev.MessageReceived, now: float) -> None:
     message: wire.Open = event.message  # type: ignore[assignment]
     if message.handle:
-        transfer = book.by_handle.get(message.handle)
-        if transfer is None:
+        part = book.parts.get(book.by_handle.get(message.handle, -1))
+        if part is None:
             refuse(book, event.session, message.sink, unknown_handle(message.handle, book.node, book.boot))
             return
     else:
-        transfer = book.by_rank.get((Role.SOURCE, message.request, message.rank))
-    if transfer is not None:
-        part = book.parts[transfer]
+        part = book.rank(Role.SOURCE, message.request, message.rank)
+    if part is not None:
         assert isinstance(part, SourcePart)
         pair(book, part, event.session, event.node, message, now)
     elif book.draining:
@@ -160,8 +159,7 @@ def on_reject(book: Book, event: ev.MessageReceived, now: float) -> None:
     if message.handle:
         found = [book.by_handle.get(message.handle, -1)]
     else:
-        wanted = (Role.SOURCE, message.request)
-        found = [transfer for (role, request, _), transfer in book.by_rank.items() if (role, request) == wanted]
+        found = list(book.by_rank.get((Role.SOURCE, message.request), {}).values())
     for transfer in found:
         part = book.parts.get(transfer)
         if part is not None and part.state is State.WAITING:
@@ -177,7 +175,7 @@ def on_reject(book: Book, event: ev.MessageReceived, now: float) -> None:
 
 def on_announce(book: Book, event: ev.MessageReceived, now: float) -> None:
     message: wire.Announce = event.message  # type: ignore[assignment]
-    part = book.parts.get(book.by_rank.get((Role.SINK, message.request, message.rank), -1))
+    part = book.rank(Role.SINK, message.request, message.rank)
     if isinstance(part, SinkPart) and not part.ended:
         if part.state is State.WAITING:
             send_open(book, part, event.session, event.node, now)

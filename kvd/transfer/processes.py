@@ -27,8 +27,7 @@ def check_open(book: Book, event: ev.PartOpened) -> None:
     """Raise what forbids this part to be opened, before memory is taken for it. Changes nothing."""
     if book.draining:
         raise shutting_down()
-    key = (event.role, event.request, event.rank)
-    if key in book.by_rank:
+    if book.rank(event.role, event.request, event.rank) is not None:
         raise AlreadyExists(
             f"rank {event.rank} of request {event.request!r} is open on this node as {event.role.value} already; "
             "release it first, or use another request id",

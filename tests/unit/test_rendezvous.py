@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +9,7 @@ from hypothesis import strategies as st
 from kvd.errors import Busy
 from kvd.transfer import rendezvous
 from kvd.transfer.rendezvous import SLACK, Rendezvous, WaitingOpen
+from tests.unit.counting import operations
 from tests.unit.transfer_helpers import open_message
 
 
@@ -162,7 +158,7 @@ def test_whatever_becomes_of_opens_is_what_a_list_of_them_would_say(steps: list[
 
 
 class Instant(float):
-    """A time whose comparisons are calls that :func:`operations` counts, the heap's included."""
+    """A time whose comparisons are calls that :func:`~tests.unit.counting.operations` counts, the heap's included."""
 
     def __eq__(self, other: object) -> bool:
         return float(self) == other
@@ -171,24 +167,6 @@ class Instant(float):
         return float(self) < other
 
     __hash__ = float.__hash__
-
-
-def operations(act: Callable[[], object]) -> int:
-    """Calls and lines that an act takes."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        act()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_what_a_call_costs_does_not_grow_with_what_waits() -> None:

@@ -10,6 +10,7 @@ from kvd.transfer import instructions as do
 from kvd.transfer.part import State
 from kvd.types import Role
 from kvd.wire import messages as wire
+from tests.unit.counting import operations
 from tests.unit.transfer_helpers import (
     SESSION,
     Node,
@@ -89,3 +90,22 @@ def test_source_and_sink_of_one_request_on_one_node_are_not_each_others_ranks() 
     out = node(ev.AbortRequested(1, Aborted("given up")))
     assert [end.transfer for end in only(out, do.ReportEnd)] == [1]
     assert node.state(2) is State.CONNECTING
+
+
+@pytest.mark.parametrize("role", Role)
+def test_what_ends_together_costs_each_the_same_however_many_there_are(role: Role) -> None:
+    """Requests of one session that is lost: each looks at its own ranks, and at nobody else's."""
+
+    def cost(many: int) -> int:
+        node = Node()
+        for number in range(many):
+            if role is Role.SOURCE:
+                node.source(number + 1, request=f"r{number}")
+                node.hear(open_message(sink=number, request=f"r{number}"))
+            else:
+                node.sink(number + 1, request=f"r{number}", peer="p")
+                node(ev.SessionReady(number + 1, SESSION, "p"))
+        return operations(node.lose)
+
+    few, many = cost(50), cost(400)
+    assert many <= 8 * few
