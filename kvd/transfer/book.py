@@ -53,6 +53,8 @@ class Book:
         self.by_rank: dict[tuple[Role, str], dict[int, TransferId]] = {}
         """The parts of each request by rank, in the order in which they were opened."""
         self.by_handle: dict[str, TransferId] = {}
+        self.by_sink: dict[tuple[ev.SessionId, TransferId], TransferId] = {}
+        """The source part that sends to each session's sink, until it ends: a peer may withdraw thousands at once."""
         self.rendezvous = Rendezvous()
         self.links: dict[ev.SessionId, Link] = {}
         self.writes: dict[int, ev.SessionId] = {}
@@ -110,6 +112,7 @@ class Book:
             retract = wire.Retract(request=part.request, rank=part.rank)
             self.emit(do.SendMessage(part.announced_on, retract))
         if isinstance(part, SourcePart):
+            self._unpair(part)
             if part.session in self.links:
                 self.links[part.session].remove(part.transfer)
             # A delivered part whose tokens are all handed out has nothing to cancel: confirmations are on the way.
@@ -129,6 +132,18 @@ class Book:
         self.emit(
             do.ReportEnd(part.transfer, part.code, error.message if error else "", fields, part, self.now - part.opened)
         )
+
+    def pair(self, part: SourcePart, session: ev.SessionId, node: NodeId, sink: TransferId) -> None:
+        """A source part has found its sink: ``sink`` of the session's peer."""
+        part.session, part.peer, part.peer_transfer = session, node, sink
+        self.by_sink[session, sink] = part.transfer
+
+    def _unpair(self, part: SourcePart) -> None:
+        if part.session is None or part.peer_transfer is None:
+            return
+        named = part.session, part.peer_transfer
+        if self.by_sink.get(named) == part.transfer:
+            del self.by_sink[named]
 
     def _fail_early(self, part: SourcePart) -> None:
         """Fetches that still wait for a layer get an answer; a sink that has everything serves them itself."""

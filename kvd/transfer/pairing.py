@@ -87,7 +87,7 @@ def pair(book: Book, part: SourcePart, session: ev.SessionId, node: NodeId, mess
         refuse(book, session, message.sink, misfit)
         return
     part.state = State.RUNNING
-    part.session, part.peer, part.peer_transfer = session, node, message.sink
+    book.pair(part, session, node, message.sink)
     part.deadline = min(part.deadline, now + message.deadline_s)
     book.timers.set(part)
     part.mode = policy.mode
@@ -148,10 +148,10 @@ def refuse(book: Book, session: ev.SessionId, sink: TransferId, error: KvdError)
 def on_withdraw(book: Book, event: ev.MessageReceived, now: float) -> None:
     message: wire.Withdraw = event.message  # type: ignore[assignment]
     book.rendezvous.withdraw(event.session, message.sink)
-    for part in list(book.parts.values()):
-        if isinstance(part, SourcePart) and part.session == event.session and part.peer_transfer == message.sink:
-            error = error_from_code(message.code, message.message, message.fields)
-            book.end(part, error, tell_peer=False)
+    transfer = book.by_sink.get((event.session, message.sink))
+    if transfer is not None:
+        error = error_from_code(message.code, message.message, message.fields)
+        book.end(book.parts[transfer], error, tell_peer=False)
 
 
 def on_reject(book: Book, event: ev.MessageReceived, now: float) -> None:

@@ -109,3 +109,18 @@ def test_what_ends_together_costs_each_the_same_however_many_there_are(role: Rol
 
     few, many = cost(50), cost(400)
     assert many <= 8 * few
+
+
+def test_a_withdrawn_open_costs_the_same_however_many_are_paired() -> None:
+    def cost(many: int) -> int:
+        node = Node()
+        for number in range(many):
+            node.source(number + 1, request=f"r{number}")
+            node.hear(open_message(sink=number, request=f"r{number}"))
+        withdrawn = wire.Withdraw(sink=many // 2, code="ABORTED", message="given up", fields={})
+        ended: list[do.ReportEnd] = []
+        count = operations(lambda: ended.extend(only(node.hear(withdrawn), do.ReportEnd)))
+        assert [end.transfer for end in ended] == [many // 2 + 1]
+        return count
+
+    assert cost(400) <= cost(50) + 20
