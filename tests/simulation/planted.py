@@ -24,7 +24,7 @@ from kvd.transfer.work import Work
 from kvd.wire import messages as wire
 from kvd_client.spec import MASK_LOCAL, PartLayout, TokenRange
 
-from .links import BULK, FetchAnswer, MetadataWrite, Operation
+from .links import BULK, URGENT, FetchAnswer, MetadataWrite, Operation
 from .memory import Lease
 from .tensors import Batch
 
@@ -313,6 +313,15 @@ def tensors_masks_before_data(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Batch, "stages", stages)
 
 
+def tensors_masks_behind_what_is_urgent(patch: pytest.MonkeyPatch) -> None:
+    """Submitted with their bytes, and not behind them."""
+
+    def connection_of(self: Batch, stage: Callable[[], None]) -> int:
+        return URGENT if stage == self.place_masks else self.connection
+
+    patch.setattr(Batch, "connection_of", connection_of)
+
+
 def blocks_are_cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pairing, "grain_of", lambda part, target: 1)
 
@@ -451,6 +460,7 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_ranking_sends_again: "twice|changed what is to be sent",
     a_ranking_makes_work_wait: "changed what is to be sent",
     tensors_masks_before_data: "mask says local, but bytes",
+    tensors_masks_behind_what_is_urgent: "mask says local, but bytes",
     blocks_are_cut: "no whole blocks",
     a_part_of_the_whole: "sends a part of the whole",
     a_read_that_nobody_hears_of: "nothing disturbed|there are still",
