@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvd.errors import ChecksumMismatch, FabricError, KvdError
 from kvd.fabric.base import Endpoint, EndpointCounters, Grant, Operation, Region
 from kvd.fabric.frames import MAX_MESSAGE, NO_TOKEN, Kind, Protection
-from kvd.fabric.operations import check_message, closed_error
+from kvd.fabric.operations import check_message, check_parts, closed_error
 from kvd.fabric.pacing import Pacer
 from kvd.fabric.records import RecordReader, RecordWriter
 from kvd.fabric.regions import TOKEN_BYTES, Refusal, access_error
@@ -142,6 +142,29 @@ class TcpEndpoint(Endpoint):
             stages.append((Kind.NOTIFY, check_message(notify, MAX_MESSAGE)))
         return self._submit(lane, TcpOperation(self._lanes[lane].sender, stages, region, base, token))
 
+    def write_parts(
+        self,
+        lane: Lane,
+        region: Region,
+        parts: Sequence[tuple[bytes, Descriptors]],
+        *,
+        then: tuple[bytes, Descriptors] | None = None,
+        notify: bytes | None = None,
+    ) -> Operation:
+        # One operation on the wire, too, whose frames name different grants: the far side drops all that comes of it
+        # behind a frame that it has refused.
+        base = self._usable(region)
+        check_parts(parts)
+        stages: list[tuple[Kind, Runs | bytes]] = [(Kind.WRITE, checked_runs(region, rows)) for _, rows in parts]
+        tokens = [token for token, _ in parts]
+        if then is not None and (last := checked_runs(region, then[1])).nbytes:
+            stages.append((Kind.THEN, last))
+            tokens.append(then[0])
+        if notify is not None:
+            stages.append((Kind.NOTIFY, check_message(notify, MAX_MESSAGE)))
+            tokens.append(NO_TOKEN)
+        return self._submit(lane, TcpOperation(self._lanes[lane].sender, stages, region, base, tokens=tokens))
+
     def read(self, lane: Lane, region: Region, token: bytes, descriptors: Descriptors) -> Operation:
         base = self._usable(region)
         stages: list[tuple[Kind, Runs | bytes]] = [(Kind.READ, checked_runs(region, descriptors))]
@@ -172,7 +195,7 @@ class TcpEndpoint(Endpoint):
 
     def _submit(self, lane: Lane, op: TcpOperation) -> Operation:
         # What no grant of this fabric can permit does not fit into a frame either.
-        if len(op.token) != TOKEN_BYTES:
+        if any(len(stage.token) != TOKEN_BYTES for stage in op.stages):
             op.settle(access_error(op.what, Refusal.UNKNOWN_TOKEN, op.low, op.high))
             return op
         if op.high > MAX_OFFSET:

@@ -109,8 +109,8 @@ class LaneIn:
         """Where the current frame's payload goes; None for a refused one. Keeps the memory alive."""
         self._then: Descriptors | None = None
         self._part: ReadPart | None = None
-        self._op = 0
-        """The operation that was accepted last."""
+        self._accepted = (0, b"")
+        """The operation, and the grant's token, of the write that was accepted last."""
         self._refused_op = 0
         out.on_stopped = self._abandon
 
@@ -291,7 +291,7 @@ class LaneIn:
         if grant is None:
             self._drain(header.payload)
             return
-        self._op = header.op
+        self._accepted = header.op, header.token
         if header.kind is Kind.WRITE:
             if header.runs:
                 offsets = runs[:, 0] + grant.offset
@@ -313,7 +313,7 @@ class LaneIn:
             if inside(runs, header.low, header.high):
                 return access
             access = Refusal.OUT_OF_RANGE
-        elif access is Refusal.UNKNOWN_TOKEN and header.op == self._op:
+        elif access is Refusal.UNKNOWN_TOKEN and self._accepted == (header.op, header.token):
             access = Refusal.REVOKED
         self._bound_refusals()
         self._refuse(header.op, access)
