@@ -41,7 +41,7 @@ def get(
     """The layout of that name, or the one that ``name`` describes if it is TOML (which has all sizes itself).
 
     ``block``: tokens of a cache's block. ``channels``, ``alignment`` (bytes): of the device. ``shard``: tiles that a
-    shard is wide (width-sharded) or pages that it has (height-sharded; 0: as few as hold the tensor).
+    shard is wide (width-sharded) or pages that it has (height-sharded; 0: as few as hold the tensor; in turns; 0: one).
 
     Raises :class:`InvalidArgument` for an unknown name, with those there are, and for sizes that don't fit.
     """
@@ -94,7 +94,7 @@ def _vllm(letters: str) -> Builder:
     return _paged(f"{front} | {' '.join(inner)}")
 
 
-def _tiles(order: str, kind: Kind = "round-robin", paged: bool = False) -> Builder:
+def _tiles(order: str, kind: Kind = "round-robin", paged: bool = False, shards: bool = False) -> Builder:
     def build(name: str, sizes: Sizes) -> Layout:
         tokens = f"T:* F:2 r:{FACE}"
         if paged:
@@ -111,7 +111,7 @@ def _tiles(order: str, kind: Kind = "round-robin", paged: bool = False) -> Build
         if kind == "flat":
             place = Placement()
         else:
-            pages = sizes.shard if kind == "sharded" else 0
+            pages = sizes.shard if kind == "sharded" or shards else 0
             place = Placement(kind, sizes.channels, sizes.alignment, pages)
         return layout(
             name,
@@ -175,6 +175,10 @@ NAMED: Mapping[str, Named] = MappingProxyType(
         "tenstorrent": Named(
             "[l][kv](blocks, H, N, D): paged cache, tiles round robin over channels",
             _tiles("l kv || B h T D | F G r c", paged=True),
+        ),
+        "tenstorrent-shards": Named(
+            "[l][kv](blocks, H, N, D): paged cache, shards of tiles (a block's, say) round robin",
+            _tiles("l kv || B h T D | F G r c", paged=True, shards=True),
         ),
         "tenstorrent-tiled": Named(
             "[l][kv](H, T, D): a tensor, tiles round robin over channels", _tiles("l kv || h T D | F G r c")
