@@ -90,7 +90,8 @@ def layouts(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({name: one.about for name, one in NAMED.items()}))
     else:
-        write_parts(f"{name:<20}  {one.about}" for name, one in NAMED.items())
+        width = max(map(len, NAMED))
+        write_parts(f"{name:<{width}}  {one.about}" for name, one in NAMED.items())
 
 
 def _layout(text: str, codec: str, block: int, channels: int, alignment: int, shard: int) -> Layout:
