@@ -158,9 +158,10 @@ class Client:
         engine's cache already (:meth:`open_cache`), row ``r`` in its ``blocks[r]``. A transfer that has only some of
         the cache's heads says in ``cache_head`` which of them is its first; :mod:`kvd_client.parallel` does so.
 
-        ``mask`` (one of :data:`kvd_client.spec.MASKS`, the same on both sides) says what is sent, ordered and marked by
-        itself: a token of a layer with all its KV heads, or with ``head`` each head's entry of it. By head less is sent
-        before the entries that attention wants, and what was fetched is not sent again; there are as many more pieces.
+        ``mask``, the same on both sides, says what is sent, ordered and marked by itself: a token of a layer with all
+        its KV heads, or with ``head`` each head's entry of it. By head less is sent before the entries that attention
+        wants, and what was fetched is not sent again; there are as many more pieces. ``auto`` is by head where
+        selection gains by it (:func:`kvd_client.spec.mask_of`); :attr:`Transfer.mask_by` has what came of it.
 
         Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
         :class:`PeerUnknown`, :class:`ShuttingDown`.
@@ -190,7 +191,7 @@ class Client:
             cache=0 if cache is None else cache.id,
             table=table_of(blocks),
             cache_head=head_of(cache_head),
-            mask=mask,
+            mask=layout.mask_by,
         )
         connection, part = self._open(message, layout.nbytes, cache)
         transfer = PrefillTransfer(connection, part, layout, lengths)
@@ -268,7 +269,7 @@ class Client:
             cache_head=head_of(cache_head),
             unit=unit,
             pull=pull,
-            mask=mask,
+            mask=layout.mask_by,
         )
         connection, part = self._open(message, layout.nbytes, cache)
         transfer = DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)

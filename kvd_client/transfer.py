@@ -67,6 +67,11 @@ class Transfer:
         return self.layout.sequence_rows > 1
 
     @property
+    def mask_by(self) -> str:
+        """What a mask byte stands for, one of :data:`kvd_client.spec.MASKS`; with a single head ``token``."""
+        return self.layout.mask_by
+
+    @property
     def tensors(self) -> DeviceTensors:
         """The part's tensors on its device. Raises :class:`InvalidArgument` for a part that was opened without a
         placement."""

@@ -242,7 +242,7 @@ def test_selections_are_counted_alike_whatever_the_mask(clients: tuple[Client, C
 def test_two_ends_with_different_masks_refuse_each_other(clients: tuple[Client, Client]) -> None:
     source, sink = clients
     prefill = source.prefill("differ", SPEC, [10], mask="head")
-    says = "mask by head at the source and by token at the sink; open both ends"
+    says = "mask by head at the source and by token at the sink; open both ends with the same mask"
     with pytest.raises(UnsupportedLayout, match=says), sink.decode("differ", SPEC, [10], source="fast") as decode:
         decode.wait_ready(timeout_s=WAIT_S)
     with sink.decode("differ", SPEC, [10], source="fast", mask="head") as decode:  # the source goes on waiting
