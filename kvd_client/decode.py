@@ -282,7 +282,10 @@ class DecodeTransfer(Transfer):
         """
         pending = self.prepare_select(layer, index, slot=slot, parallel=parallel)
         if order is not None and not (
-            isinstance(order, np.ndarray) and order.shape == index.shape and order.flags.writeable
+            isinstance(order, np.ndarray)
+            and order.dtype == np.int32
+            and order.shape == index.shape
+            and order.flags.writeable
         ):
             raise InvalidArgument(f"order must be an int32 array of shape {index.shape}, to write into", layer=layer)
         pending.submit()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.arguments import deadline_of, whole
-from kvd_client.arrays import Bytes, items_of
+from kvd_client.arrays import Bytes, floats_of, items_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.exchange import error_of
@@ -146,10 +146,7 @@ class PrefillTransfer(Transfer):
         Raises :class:`InvalidArgument` for a layer or numbers that make no sense.
         """
         layer = self._check(layer)
-        try:
-            array = np.ascontiguousarray(shares, np.float32)
-        except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor that has no array
-            raise InvalidArgument(f"a ranking has numbers of shape (rows, blocks): {error}", layer=layer) from None
+        array = floats_of(shares)
         rows, heads = self.layout.sequences, self.layout.kv_heads
         if array.ndim != 2 or len(array) not in (rows, rows * heads):
             raise InvalidArgument(

@@ -18,6 +18,7 @@ from kvd_client.arguments import whole
 from kvd_client.arrays import Bytes
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, LeaseExpired, NotFound
+from kvd_client.forks import OfOneProcess
 from kvd_client.parts import Part
 from kvd_client.protocol import Abort
 from kvd_client.spec import PartLayout
@@ -33,7 +34,7 @@ Self = TypeVar("Self", bound="Transfer")
 _MAX_REASON = 1000
 
 
-class Transfer:
+class Transfer(OfOneProcess):
     """What both sides have in common. Any thread may use a transfer.
 
     Every method raises what ended the transfer: the error that the daemon reported, :class:`DaemonLost`, or

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import select
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -57,6 +58,8 @@ class ClientSession:
         self._sock = sock
         self._outbox = Outbox(context.loop, sock, context.limits.write_buffer, stuck=self.close, left=self._left)
         self._tasks: set[asyncio.Future[Answer]] = set()
+        self._waiting: list[asyncio.Future[None]] = []
+        """For :meth:`wait_gone`."""
         self._inbox = Inbox(
             context.loop,
             sock,
@@ -112,6 +115,22 @@ class ClientSession:
     def close(self, reason: str) -> None:
         """End the connection; ``client_lost`` follows in a later turn of the loop. Idempotent."""
         self._close(reason, self._context.log.warning)
+
+    @property
+    def leaving(self) -> bool:
+        """The process has gone, whether or not that has been noticed, and ``client_lost`` will follow."""
+        if self.closed:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    async def wait_gone(self) -> None:
+        """Return once ``client_lost`` has been called for a process that is leaving."""
+        if self.welcomed:
+            waiting = self._context.loop.create_future()
+            self._waiting.append(waiting)
+            await waiting
 
     # --- frames in ------------------------------------------------------------------------------------------------
 
@@ -289,9 +308,15 @@ class ClientSession:
             self.welcomed = False
             with contextlib.ExitStack() as after:
                 after.callback(self._context.gone, self)
+                after.callback(self._tell_waiting)
                 try:
                     self._context.service.client_lost(self)
                 except Exception:
                     self._context.log.exception("client_lost failed", client=self.id)
             return
         self._context.gone(self)
+
+    def _tell_waiting(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
