@@ -68,6 +68,9 @@ class Peers(_Section, frozen=True, kw_only=True):
     """How often a silent session is probed."""
     timeout_s: Seconds = 5.0
     """A peer that has been silent for so long is lost."""
+    redial_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 5.0
+    """How soon a peer in ``static`` that is down is dialled again though no transfer needs it; each further attempt
+    waits twice as long, up to a minute. 0: only when a transfer needs it."""
     max_messages_s: Annotated[float, msgspec.Meta(ge=0)] = 20000.0
     """Control messages a second taken of one peer; more wait in its connection. 0: no limit."""
     static: dict[str, str] = {}

@@ -361,4 +361,5 @@ def _peers_config(config: Config) -> PeersConfig:
         timeout_s=peers.timeout_s,
         level=config.security.level,
         messages_s=peers.max_messages_s,
+        redial_s=peers.redial_s,
     )

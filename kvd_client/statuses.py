@@ -38,6 +38,9 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     bytes_sent: int = 0
     bytes_received: int = 0
     error: str = ""
+    down_s: float = 0.0
+    """How long ago it was lost, or could not be reached for the first time; 0 while it is connected, and where nobody
+    has tried."""
 
 
 class MemoryStatus(msgspec.Struct, kw_only=True):

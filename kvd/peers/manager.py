@@ -70,6 +70,7 @@ class Peers:
         self._table = SessionTable(records, on_lost, self._log)
         self._builder = SessionBuilder(identity, config, fabrics, self._table, on_message, on_fabric_message, self._log)
         self._dialling = Dialling(config, self._builder, self._table, records, self._log)
+        self._table.lost = self._dialling.lost
         self._accepting = Accepting(config, self._builder, self._table, records, self._log)
         self._listener: Listener | None = None
 

@@ -25,6 +25,8 @@ class SessionTable:
         self._sessions: dict[NodeId, list[PeerSession]] = {}
         """By node: the live ones, and those that have ended and will be reported in this turn of the loop."""
         self._ending: set[asyncio.Task[None]] = set()
+        self.lost: Callable[[PeerSession], None] = lambda session: None
+        """Called for every session that has ended, once it is no longer in the table."""
 
     @property
     def nodes(self) -> list[NodeId]:
@@ -88,6 +90,7 @@ class SessionTable:
             del self._sessions[session.node]
         self._records.ended(session)
         self._log.info("peer session ended", peer=session.node, boot=session.boot, reason=str(error))
+        self.lost(session)
         ending = asyncio.get_running_loop().create_task(session.wait_closed())
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
