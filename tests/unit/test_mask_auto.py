@@ -45,13 +45,12 @@ def test_by_head_where_selection_gains_by_it(chosen: str, how: dict[str, Any]) -
 class Listening(Client):
     """A client whose daemon takes every open."""
 
-    def _open(self, message: Any, nbytes: int, cache: Any) -> Any:
+    def _open(self, message: Any, nbytes: int, cache: Any, made: Any) -> Any:
         self.message = message
         memory = Memory(nbytes)
         memory.bytes[:] = 0
-        return FakeConnection(), Part(
-            Opened(transfer=1, handle="", slot=0, offset=0, nbytes=nbytes, generation=1), memory
-        )  # type: ignore[arg-type]
+        part = Part(Opened(transfer=1, handle="", slot=0, offset=0, nbytes=nbytes, generation=1), memory)
+        return made(FakeConnection(), part)
 
 
 @pytest.mark.parametrize("metadata", [METADATA, ()])
