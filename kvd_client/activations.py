@@ -56,7 +56,7 @@ def send_tensor(
     """Offer an array or a torch tensor of any shape under a name. Leave it (or ``finish`` it) as a transfer.
 
     ``dtype`` is the elements' name in placements (``bf16``, ``f32`` …). With ``placement`` the tensor lies on a device
-    of this node before it is sent.
+    of this node before it is sent. Raises as :func:`tensor_spec` and :meth:`kvd_client.Client.prefill`.
     """
     from kvd_client.arrays import bytes_of
 
@@ -84,7 +84,7 @@ def receive_tensor(
     deadline_s: float = 0.0,
 ) -> DecodeTransfer:
     """Ask for a tensor by name. Its ``wait_ready`` waits for it; with ``placement`` it lies in ``tensors`` then, else
-    ``layer(0)`` has its rows as bytes."""
+    ``layer(0)`` has its rows as bytes. Raises as :func:`tensor_spec` and :meth:`kvd_client.Client.decode`."""
     spec, rows = tensor_spec(shape, dtype, item_bytes)
     return client.decode(
         name, spec, [rows], source=source, placement=_single(placement, dtype), pull=pull, deadline_s=deadline_s

@@ -33,6 +33,14 @@ def whole_numbers(name: str, values: object) -> list[int]:
     raise InvalidArgument(f"{name} is {_shown(values)}; it must be a list of whole numbers", argument=name)
 
 
+def position(name: str, value: object, count: int) -> int:
+    """``value`` as the number of one of ``count`` things. Raises :class:`InvalidArgument`."""
+    number = whole(name, value)
+    if not 0 <= number < count:
+        raise InvalidArgument(f"{name} {number} does not exist; it must be from 0 to {count - 1}", **{name: number})
+    return number
+
+
 def seconds(name: str, value: object) -> float:
     """``value`` as a number of seconds, infinity included. Raises :class:`InvalidArgument`, for NaN as well."""
     try:

@@ -14,7 +14,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def items_of(value: Any, name: str, row: int | None, nbytes: int) -> npt.NDArray[Any]:
-    """``value``'s innermost axis as one opaque item of ``nbytes``: (rows, a, b) of dtype ``V<nbytes>``."""
+    """``value``'s innermost axis as one opaque item of ``nbytes``: (rows, a, b) of dtype ``V<nbytes>``. With a ``row``
+    the first axis may be missing. Raises :class:`InvalidArgument` for other shapes."""
     array = bytes_of(value)
     if row is not None and array.ndim == 3:
         array = array[None]
@@ -29,7 +30,8 @@ def items_of(value: Any, name: str, row: int | None, nbytes: int) -> npt.NDArray
 
 
 def bytes_of(value: Any) -> Bytes:
-    """An array or tensor with its innermost axis as bytes; copied only where that needs it."""
+    """An array or tensor with its innermost axis as bytes; copied only where that needs it. Raises
+    :class:`InvalidArgument` for what is neither, or has no bytes: scalars, Python's objects, sparse tensors."""
     # A tensor can only come from a torch that is imported already.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

@@ -55,7 +55,8 @@ class Client(forks.OfOneProcess):
     def __init__(self, socket_path: str | os.PathLike[str] | None = None, name: str = "", timeout_s: float = 10.0):
         try:
             self.socket_path = os.fsdecode(socket_path or default_socket())
-        except TypeError:
+            os.fsencode(self.socket_path)
+        except (TypeError, ValueError):
             raise InvalidArgument(f"socket_path is {socket_path!r}; it must be a path") from None
         self.name = name or f"process {os.getpid()}"
         self._timeout_s = seconds("timeout_s", timeout_s)
@@ -66,7 +67,7 @@ class Client(forks.OfOneProcess):
         self._closed = False
 
     def status(self) -> Status:
-        """The daemon at this moment."""
+        """The daemon at this moment: health, transfers, memory, peers and counters, as ``kvd status`` shows them."""
         reply = self._call(lambda connection: connection.request(GetStatus())[0])
         if not isinstance(reply, Status):
             raise ProtocolError(f"the daemon answered a status request with {type(reply).__name__}")
@@ -76,7 +77,7 @@ class Client(forks.OfOneProcess):
         """Tell a source that nobody will fetch its transfer, so that its memory is free at once.
 
         Name it by the source's ``handle``, or by ``request`` and the ``source``'s node id. For transfers that this
-        process has opened use their ``abort``.
+        process has opened use their ``abort``. Raises :class:`InvalidArgument` where neither is given.
         """
         if not handle and not (request and source):
             raise InvalidArgument("reject needs the source's handle, or a request id and the source's node id")
@@ -89,7 +90,6 @@ class Client(forks.OfOneProcess):
         Raises :class:`InvalidProfile` where they are no whole profile, :class:`InvalidArgument` where the daemon can't
         take them; the profile that was in use before stays.
         """
-
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"a profile file's bytes are needed, got a {type(data).__name__}")
 

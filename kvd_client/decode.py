@@ -65,6 +65,7 @@ class DecodeTransfer(Transfer):
         """The K half of a layer's entries: (rows, capacity, heads, dim) of ``dtype``, a view without a copy.
 
         A NumPy dtype, or, with ``as_torch``, a torch dtype or its name (``"bfloat16"``); torch is imported only then.
+        Raises :class:`InvalidArgument` for a dtype of which half an entry is no whole number.
         """
         return self._half(layer, 0, dtype, as_torch)
 
@@ -81,7 +82,7 @@ class DecodeTransfer(Transfer):
         if not as_torch:
             try:
                 kind = np.dtype(dtype if dtype is not None else "None")
-            except TypeError as error:
+            except (TypeError, ValueError) as error:  # the second: a name that is no text
                 raise InvalidArgument(f"dtype is {dtype!r}; give NumPy's or its name ({error})") from None
             if kind.hasobject or kind.subdtype is not None:
                 raise InvalidArgument(f"dtype is {dtype!r}, whose values are no bytes of a KV entry")
@@ -197,7 +198,8 @@ class DecodeTransfer(Transfer):
         self._mark((layer,), row, start, stop)
 
     def mark_held(self, row: int, start: int, stop: int) -> None:
-        """Set the mask bytes of announced tokens in every layer; their bytes were written through :meth:`layer`."""
+        """Set the mask bytes of announced tokens in every layer; their bytes were written through :meth:`layer`. Raises
+        :class:`InvalidArgument` as :meth:`put_held`."""
         self._check(0)
         row, start, stop = self._check_row(row), whole("start", start), whole("stop", stop)
         self._check_held(row, start, stop)
@@ -305,7 +307,8 @@ class DecodeTransfer(Transfer):
     def count_selections(self, blocks: int) -> None:
         """From now on count how often the entries of each of ``blocks`` KV blocks are selected, for profiles; the
         counts go to the daemon with :meth:`report_selections`, or at release. A daemon that learns has every transfer
-        count for it, without this; what is asked for here can be recorded as a profile besides."""
+        count for it, without this; what is asked for here can be recorded as a profile besides. Raises
+        :class:`InvalidArgument` for more blocks than a message has room for."""
         self._check(0)
         self.lanes.count_blocks(blocks)
 

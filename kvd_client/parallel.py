@@ -141,7 +141,8 @@ class ParallelPrefill(Parallel[PrefillTransfer]):
     def put_layer(
         self, layer: int, entries: Any = None, *, k: Any = None, v: Any = None, row: int | None = None, start: int = 0
     ) -> None:
-        """:meth:`PrefillTransfer.put_layer` with all heads of the rank."""
+        """:meth:`PrefillTransfer.put_layer` with all heads of the rank. Raises :class:`InvalidArgument` for another
+        number of heads, before anything is copied."""
         for name, value, axis in (("entries", entries, -2), ("k", k, -3), ("v", v, -3)):
             shape = () if value is None else getattr(value, "shape", ())
             if value is not None and (len(shape) < -axis or shape[axis] != self.layout.heads):

@@ -128,7 +128,8 @@ class PrefillTransfer(Transfer):
             self._connection.ring(self._part, EVENT_LAYER_READY, layer, ALL_ROWS if row is None else row, start, stop)
 
     def metadata_ready(self, layer: int) -> None:
-        """Tell the daemon that the metadata arrays of a layer are complete; they travel ahead of its entries."""
+        """Tell the daemon that the metadata arrays of a layer are complete; they travel ahead of its entries. Raises
+        :class:`InvalidArgument` for a transfer that was opened without any, :class:`Busy` as :meth:`layer_ready`."""
         layer = self._check(layer)
         if not self.layout.metadata:
             raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)

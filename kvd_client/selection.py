@@ -63,8 +63,11 @@ def select_many(
 
 
 def as_completed(pending: Sequence[Pending], deadline: float | None = None) -> Iterator[tuple[int, Pending]]:
-    """Yield ``(position, selection)`` of submitted selections as they complete; until the ``deadline`` on the
-    monotonic clock."""
+    """Yield ``(position, selection)`` of submitted selections as they complete.
+
+    Raises :class:`DeadlineExceeded` at the ``deadline`` on the monotonic clock, with the fetches going on, and
+    :class:`InvalidArgument` for selections of different clients' transfers.
+    """
     left = dict(enumerate(pending))
     while left:
         found = [at for at, selection in left.items() if selection.done]
@@ -86,4 +89,6 @@ def as_completed(pending: Sequence[Pending], deadline: float | None = None) -> I
         for selection in waiting:
             selection._waited += time.monotonic() - since
         if not got:
-            raise DeadlineExceeded(f"{len(left)} of {len(pending)} selections were not complete in time")
+            raise DeadlineExceeded(
+                f"{len(left)} of {len(pending)} selections were not complete in time; their fetches go on"
+            )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.arguments import whole
+from kvd_client.arguments import position
 from kvd_client.arrays import Bytes
 from kvd_client.errors import InvalidArgument, UnsupportedLayout
 from kvd_client.layouts import TensorMap
@@ -46,36 +46,40 @@ class DeviceTensors:
         return self.map.channels
 
     def index(self, layer: int, kv: int = 0) -> int:
-        """The number of a layer's K (0) or V (1) tensor among all."""
-        tensors = self.map.axes["kv"]
-        layer, kv = self._check_layer(layer), whole("kv", kv)
-        if not 0 <= kv < tensors:
-            raise InvalidArgument(f"tensor {kv} of a layer does not exist; it has {tensors}", kv=kv)
+        """The number of a layer's K (0) or V (1) tensor among all. Raises :class:`InvalidArgument` for one that does
+        not exist."""
+        layer, kv = position("layer", layer, self.layout.layers), position("kv", kv, self.map.axes["kv"])
         number, _, _ = self._sums(l=np.array(layer), kv=np.array(kv))
         return int(number)
 
     def address(self, layer: int, kv: int = 0) -> int:
-        """Where the device finds a tensor: the same address in every channel."""
+        """Where the device finds a tensor: the same address in every channel. Raises as :meth:`index`."""
         return int(self._bases[self.index(layer, kv)]) + self.map.address
 
     def share(self, layer: int, kv: int, channel: int) -> Bytes:
-        """A tensor's bytes in a channel, as the device sees them: a view."""
+        """A tensor's bytes in a channel, as the device sees them, pages and padding: uint8 (bytes,), a view.
+
+        Raises :class:`InvalidArgument` for what does not exist, or can't be mapped.
+        """
         self._check_mapped()
-        channel = whole("channel", channel)
-        if not 0 <= channel < self.channels:
-            raise InvalidArgument(f"channel {channel} of {self.channels} does not exist", channel=channel)
+        channel = position("channel", channel, self.channels)
         start = int(self._bases[self.index(layer, kv)])
         return self.buffers[channel][start : start + self.map.tensor_stride]
 
     def read(self, layer: int) -> Bytes:
-        """A layer's entries, token-major: uint8 (rows, capacity, heads, entry_bytes), a copy."""
+        """A layer's entries, token-major: uint8 (rows, capacity, heads, entry_bytes), a copy; raises as
+        :meth:`gather`."""
         p = self.layout
         entries = np.arange(p.rows * p.capacity * p.heads, dtype=np.int64)
         found = self.gather(layer, entries)
         return found.reshape(p.rows, p.capacity, p.heads, p.entry_bytes)
 
     def gather(self, layer: int, entries: Indices) -> Bytes:
-        """Entries by their flat numbers in (rows, capacity, heads): uint8 (n, entry_bytes), a copy."""
+        """Entries by their flat numbers in (rows, capacity, heads): uint8 (n, entry_bytes), a copy.
+
+        Raises :class:`InvalidArgument` for entries that do not exist or can't be mapped, :class:`UnsupportedLayout` for
+        a codec whose entries have no bytes of their own.
+        """
         channel, offset, unit = self._units(layer, entries)
         found = np.empty((channel.size, unit), np.uint8)
         for c in range(len(self.buffers)):
@@ -85,7 +89,8 @@ class DeviceTensors:
         return found.reshape(len(entries), self.layout.entry_bytes)
 
     def scatter(self, layer: int, entries: Indices, values: Bytes) -> None:
-        """Put entries in their places; ``values`` as :meth:`gather` returns them. Nothing else changes."""
+        """Put entries in their places; ``values`` as :meth:`gather` returns them. Nothing else changes; raises as
+        that, before anything does."""
         channel, offset, unit = self._units(layer, entries)
         given = np.ascontiguousarray(values, np.uint8)
         if given.size != channel.size * unit:
@@ -105,12 +110,6 @@ class DeviceTensors:
                 f"{int(self._bases[0]) + self.map.address:#x} for the first tensor"
             )
 
-    def _check_layer(self, layer: int) -> int:
-        layer = whole("layer", layer)
-        if not 0 <= layer < self.layout.layers:
-            raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
-        return layer
-
     def _units(self, layer: int, entries: Indices) -> tuple[Indices, Indices, int]:
         """Channel and byte offset of each contiguous piece of entries, in their order, and the pieces' size."""
         self._check_mapped()
@@ -128,7 +127,7 @@ class DeviceTensors:
                 codec=self.map.codec,
             )
         p, axes = self.layout, self.map.axes
-        layer = self._check_layer(layer)
+        layer = position("layer", layer, p.layers)
         tokens, head = np.divmod(np.asarray(entries, np.int64), p.heads)
         row, token = np.divmod(tokens, p.capacity)
         kv, d = np.arange(axes["kv"]), np.arange(axes["d"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.arguments import whole
+from kvd_client.arguments import position
 from kvd_client.arrays import Bytes
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, LeaseExpired, NotFound
@@ -163,16 +163,10 @@ class Transfer(OfOneProcess):
         return self._check_layer(layer)
 
     def _check_layer(self, layer: int) -> int:
-        layer = whole("layer", layer)
-        if not 0 <= layer < self.layout.layers:
-            raise InvalidArgument(f"layer {layer} of {self.layout.layers} does not exist", layer=layer)
-        return layer
+        return position("layer", layer, self.layout.layers)
 
     def _check_row(self, row: int) -> int:
-        row = whole("row", row)
-        if not 0 <= row < self.layout.sequences:
-            raise InvalidArgument(f"row {row} of {self.layout.sequences} does not exist", row=row)
-        return row
+        return position("row", row, self.layout.sequences)
 
 
 def released_error(part: Part) -> LeaseExpired:

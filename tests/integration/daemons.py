@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvd_client import Client, KVSpec
+from tests.waiting import eventually
 
 READY_TIMEOUT_S = 120.0
 """For a busy machine, and for an emulated one: only a daemon that hangs is waited for so long."""
@@ -188,6 +189,20 @@ def two_daemons(folder: Path, **config: Mapping[str, Any]) -> Iterator[tuple[Dae
     finally:
         for daemon in daemons:
             daemon.destroy()
+
+
+def nothing_is_left(*daemons: DaemonProcess) -> None:
+    """Wait until each has everything back: leases, and the bytes of the pool and of the devices' channels. What is on
+    its way into a lease keeps it for a moment, and so does a sink that has not confirmed what was gathered for it."""
+    for daemon in daemons:
+        with daemon.client("look") as client:
+
+            def given_back(client: Client = client) -> bool:
+                status = client.status()
+                memory, devices = status.memory, status.devices
+                return not any([memory.leases, memory.in_use, *(n for d in devices for n in (d.leases, *d.used))])
+
+            eventually(f"{daemon.node} has everything back", given_back)
 
 
 def small_spec(layers: int = 4, heads: int = 2, entry_bytes: int = 64) -> KVSpec:

@@ -107,6 +107,7 @@ def test_wrong_arguments_of_calls_are_refused(pair):
         lambda: sink.idle(None),
         lambda: sink.k(0, "V"),
         lambda: sink.k(0, "(2,)f2"),
+        lambda: sink.k(0, "\ud800"),
         lambda: sink.put_held(0, 0, "x", np.zeros((1, 2, 16), np.uint8)),
         lambda: sink.put_held(0, 0, 0.0, np.zeros((1, 2, 16), np.uint8)),
         lambda: sink.mark_held(0, 0, None),
@@ -131,7 +132,9 @@ def test_a_timeout_that_is_no_number_leaves_the_connection_usable(client, pair):
     assert client.status().node  # whoever pumps the socket has handed it on
 
 
-@pytest.mark.parametrize("wrong", [{"timeout_s": math.nan}, {"timeout_s": "x"}, {"socket_path": 5}])
+@pytest.mark.parametrize(
+    "wrong", [{"timeout_s": math.nan}, {"timeout_s": "x"}, {"socket_path": 5}, {"socket_path": "\ud800"}]
+)
 def test_a_client_with_wrong_arguments_is_not_made(wrong):
     with pytest.raises(InvalidArgument):
         Client(**wrong)

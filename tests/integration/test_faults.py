@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 
 from kvd_client import Client
 from kvd_client.errors import DaemonLost, KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
-from tests.integration.daemons import DaemonProcess, random_layer, small_spec, two_daemons
+from tests.integration.daemons import DaemonProcess, nothing_is_left, random_layer, small_spec, two_daemons
 from tests.integration.fault_helpers import Told, saw
 from tests.waiting import eventually
 
@@ -122,15 +122,6 @@ def bring_to(stage: str, source: Worker, sink: Worker, first: str) -> None:
         assert source.ask("finish") == "ok"
 
 
-def memory_is_back(daemon: DaemonProcess) -> Callable[[], bool]:
-    def look() -> bool:
-        with daemon.client("look") as client:
-            memory = client.status().memory
-            return (memory.leases, memory.in_use) == (0, 0)
-
-    return look
-
-
 def serves_new_transfers(prefill: DaemonProcess, decode: DaemonProcess) -> None:
     with (
         prefill.client() as a,
@@ -173,14 +164,14 @@ def test_kill_the_sinks_process(daemons: tuple[DaemonProcess, DaemonProcess], st
     with workers(prefill, decode, f"kill-sink-{stage}") as (source, sink):
         bring_to(stage, source, sink, first="sink")
         sink.kill()
-        eventually("the sink's memory is back", memory_is_back(decode))
+        nothing_is_left(decode)
         if stage == "paired":
             assert source.ask("put", list(range(1, SPEC.layers))) in ("ok", ProcessLost.code)
         if stage != "opened":
             told = source.told("finish")
             saw("sink's process killed", stage, source=told)
             assert told.code == (ProcessLost.code if stage == "paired" else "OK")
-    eventually("the source's memory is back", memory_is_back(prefill))
+    nothing_is_left(prefill)
     serves_new_transfers(prefill, decode)
 
 
@@ -190,14 +181,14 @@ def test_kill_the_sources_process(daemons: tuple[DaemonProcess, DaemonProcess], 
     with workers(prefill, decode, f"kill-source-{stage}") as (source, sink):
         bring_to(stage, source, sink, first="source")
         source.kill()
-        eventually("the source's memory is back", memory_is_back(prefill))
+        nothing_is_left(prefill)
         if stage != "opened":
             told = sink.told("wait", None)
             saw("source's process killed", stage, sink=told)
             assert told.code == (ProcessLost.code if stage == "paired" else "OK")
         if stage == "delivered":
             assert sink.ask("read") == "same"
-    eventually("the sink's memory is back", memory_is_back(decode))
+    nothing_is_left(decode)
     serves_new_transfers(prefill, decode)
 
 
@@ -231,8 +222,7 @@ def test_kill_a_daemon(daemons: tuple[DaemonProcess, DaemonProcess], victim: str
         dead.start()
         assert near.process.is_alive()
         assert far.process.is_alive()
-    eventually("memory is back", memory_is_back(alive))
-    eventually("memory is back", memory_is_back(dead))
+    nothing_is_left(alive, dead)
     serves_new_transfers(prefill, decode)
 
 
@@ -254,8 +244,7 @@ def test_a_daemon_that_stands_still_is_given_up(daemons: tuple[DaemonProcess, Da
         if near is source:
             assert near.ask("put", list(range(1, SPEC.layers))) in ("ok", *LOST)
         assert (near.ask("wait", None) if near is sink else near.ask("finish")) == PeerLost.code
-    for daemon in daemons:
-        eventually("memory is back", memory_is_back(daemon))
+    nothing_is_left(*daemons)
     serves_new_transfers(prefill, decode)
 
 

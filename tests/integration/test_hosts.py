@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvd_client.errors import KvdError, PeerUnreachable
-from tests.integration.daemons import DaemonProcess, random_layer, small_spec, start_all
+from tests.integration.daemons import DaemonProcess, nothing_is_left, random_layer, small_spec, start_all
 from tests.integration.netns import Host, needs_netns, two_hosts
-from tests.integration.test_faults import eventually, memory_is_back
 from tests.integration.test_transfer import run_mixed_load
+from tests.waiting import eventually
 
 pytestmark = needs_netns
 
@@ -63,7 +63,7 @@ def test_200_transfers_of_mixed_sizes_at_once_leave_nothing_behind(tmp_path: Pat
         before = [daemon.resources() for daemon in daemons]
         run_mixed_load(*daemons, SIZES)
         for daemon, (fds, resident) in zip(daemons, before, strict=True):
-            eventually("memory is back", memory_is_back(daemon), 40.0)
+            nothing_is_left(daemon)
             eventually("descriptors are closed", lambda d=daemon, n=fds: d.resources()[0] <= n, 40.0)  # type: ignore[misc]
             assert daemon.resources()[1] - resident < 16 << 20
             with daemon.client() as client:

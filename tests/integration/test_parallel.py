@@ -14,8 +14,7 @@ from kvd_client import Client, KVSpec, Placement
 from kvd_client import parallel as tp
 from kvd_client.errors import Aborted, UnsupportedLayout
 from kvd_client.parallel import heads_of
-from tests.integration.daemons import DaemonProcess, random_layer, two_daemons
-from tests.integration.test_tensor_transfers import nothing_is_left
+from tests.integration.daemons import DaemonProcess, nothing_is_left, random_layer, two_daemons
 
 WAIT_S = 60.0
 SPEC = KVSpec(layers=3, kv_heads=4, entry_bytes=256, dtype="bfloat16", model="test")
@@ -38,8 +37,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonPr
 def clients(daemons: tuple[DaemonProcess, DaemonProcess]) -> Iterator[tuple[Client, Client]]:
     with daemons[0].client("prefill") as source, daemons[1].client("decode") as sink:
         yield source, sink
-    for daemon in daemons:
-        nothing_is_left(daemon)
+    nothing_is_left(*daemons)
 
 
 def reference(layer: int) -> np.ndarray[Any, Any]:

@@ -17,8 +17,7 @@ from kvd_client.errors import InvalidArgument, KvdError, NotFound, UnsupportedLa
 from kvd_client.protocol import MODES, Fetch
 from kvd_client.selection import select_many
 from kvd_client.spec import MASK_LOCAL, MASKS, MetadataSpec
-from tests.integration.daemons import DaemonProcess, free_port, random_layer, small_spec, start_all
-from tests.waiting import eventually
+from tests.integration.daemons import DaemonProcess, free_port, nothing_is_left, random_layer, small_spec, start_all
 
 WAIT_S = 30.0
 SPEC = small_spec()
@@ -52,15 +51,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daem
 def clients(daemons: dict[str, DaemonProcess]) -> Iterator[tuple[Client, Client]]:
     with daemons["fast"].client("prefill") as source, daemons["decode"].client("decode") as sink:
         yield source, sink
-    for node in ("fast", "decode"):
-        with daemons[node].client("look") as look:
-            # What a fetch was gathered in goes back when the sink has confirmed it, perhaps after all is delivered.
-            eventually(f"{node} has its memory back", lambda look=look: in_use(look) == (0, 0))
-
-
-def in_use(client: Client) -> tuple[int, int]:
-    memory = client.status().memory
-    return memory.leases, memory.in_use
+    nothing_is_left(daemons["fast"], daemons["decode"])
 
 
 def layer_of(layer: int, lengths: list[int]) -> Any:

@@ -24,8 +24,7 @@ from kvd_client.errors import (
     UnsupportedLayout,
 )
 from kvd_client.layouts import UNITS, TensorMap
-from tests.integration.daemons import DaemonProcess, random_layer, two_daemons
-from tests.integration.fault_helpers import eventually
+from tests.integration.daemons import DaemonProcess, nothing_is_left, random_layer, two_daemons
 
 WAIT_S = 20.0
 VECTORS = Path(__file__).parents[1] / "data" / "tenstorrent"
@@ -46,24 +45,11 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonPr
         yield pair
 
 
-def nothing_is_left(daemon: DaemonProcess) -> None:
-    """No lease, and no byte of a channel, as soon as what was on its way has landed."""
-    with daemon.client("look") as look:
-
-        def given_back() -> bool:
-            status = look.status()
-            left = [status.memory.leases, status.memory.in_use]
-            return not any(left + [one for device in status.devices for one in (device.leases, *device.used)])
-
-        eventually("all memory is given back", given_back)
-
-
 @pytest.fixture
 def clients(daemons: tuple[DaemonProcess, DaemonProcess]) -> Iterator[tuple[Client, Client]]:
     with daemons[0].client("prefill") as source, daemons[1].client("decode") as sink:
         yield source, sink
-    for daemon in daemons:
-        nothing_is_left(daemon)
+    nothing_is_left(*daemons)
 
 
 def put(transfer: Any, seed: int = 0, lengths: list[int] = LENGTHS) -> None:

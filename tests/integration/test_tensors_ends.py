@@ -16,8 +16,7 @@ import pytest
 
 from kvd_client import Client, KVSpec, Placement
 from kvd_client.errors import KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
-from tests.integration.daemons import DaemonProcess, random_layer, two_daemons
-from tests.waiting import eventually
+from tests.integration.daemons import DaemonProcess, nothing_is_left, random_layer, two_daemons
 
 WAIT_S = 20.0
 SPEC = KVSpec(layers=8, kv_heads=2, entry_bytes=256, dtype="bfloat16", model="test")
@@ -85,18 +84,6 @@ class Worker:
         self.process.join()
 
 
-def nothing_is_left(daemon: DaemonProcess) -> None:
-    """A grant is given back once what is on its way has landed."""
-    with daemon.client("look") as look:
-
-        def empty() -> bool:
-            status = look.status()
-            left = (status.memory.leases, status.memory.in_use, [(d.leases, sum(d.used)) for d in status.devices])
-            return left == (0, 0, [(0, 0)])
-
-        eventually(f"{daemon.node} has everything back", empty)
-
-
 @pytest.mark.parametrize(("way", "victim"), ENDS)
 def test_a_process_dies_while_tensors_are_on_their_way(
     daemons: tuple[DaemonProcess, DaemonProcess], way: str, victim: str
@@ -111,8 +98,7 @@ def test_a_process_dies_while_tensors_are_on_their_way(
     finally:
         source.kill()
         sink.kill()
-    for daemon in daemons:
-        nothing_is_left(daemon)
+    nothing_is_left(*daemons)
 
 
 @pytest.mark.parametrize(("way", "victim"), [("push", 1), ("pull", 0)], ids=["push-sink", "pull-source"])

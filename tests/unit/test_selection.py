@@ -189,11 +189,13 @@ def test_a_bad_index_is_refused_before_anything_is_touched(index: Any, says: str
     assert np.array_equal(daemon.transfer.select(0, good), daemon.expected(0, good))
 
 
-@pytest.mark.parametrize("order", [np.zeros((2, 1), np.int8), np.zeros((2, 2), np.int32), [[0], [0]]])
-def test_an_order_that_could_not_hold_positions_is_refused_before_anything_is_sent(order: Any) -> None:
-    daemon = FakeDaemon([400])
-    with pytest.raises(InvalidArgument, match="order must be an int32 array"):
-        daemon.transfer.select(0, index_of([300], [0]), order=order)
+@pytest.mark.parametrize(
+    "order", [np.zeros((2, 1), np.int8), np.zeros((1, 2), np.int32), np.broadcast_to(np.int32(0), (2, 1)), [[0], [0]]]
+)
+def test_an_order_that_could_not_take_positions_is_refused_before_anything_is_sent(order: Any) -> None:
+    daemon = FakeDaemon([300])
+    with pytest.raises(InvalidArgument, match=r"order must be an int32 array of shape \(2, 1\)"):
+        daemon.transfer.select(0, index_of([299], [0]), order=order)
     assert daemon.connection.sent == []
 
 
