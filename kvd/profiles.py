@@ -110,7 +110,7 @@ class Profiles:
             return Profiled(matrix=learnt)
         timing = profile.timing(spec.entry_bytes)
         return Profiled(
-            matrix=learnt or group.matrix,
+            matrix=_split(learnt, group.matrix) if learnt is not None else group.matrix,
             prefill_s=timing.prefill_s(length) if timing else 0.0,
             transfer_s=timing.transfer_s(length) * len(lengths) if timing else 0.0,
         )
@@ -250,6 +250,12 @@ class Profiles:
             p for (model, revision, _), p in self._profiles.items() if (model, revision) == (spec.model, spec.revision)
         ]
         return max(mine, key=lambda profile: profile.created, default=None)
+
+
+def _split(learnt: ImportanceMatrix, recorded: ImportanceMatrix) -> ImportanceMatrix:
+    """What was learnt, by head as the profile has it where that was not learnt: what parts of a prompt a head prefers
+    depends little on the workload."""
+    return learnt if learnt.heads is not None else learnt.with_heads(recorded.heads)
 
 
 def _by_age(folder: Path) -> list[Path]:

@@ -137,6 +137,7 @@ def _policy(book: Book, part: SourcePart, session: ev.SessionId, message: wire.O
         layers=part.layout.layers,
         lengths=part.lengths,
         token_bytes=part.layout.token_bytes,
+        heads=(part.head_start, part.layout.sequence_rows) if part.layout.mask_by == "head" else None,
     )
 
 
