@@ -304,7 +304,7 @@ class Daemon:
         now = time.monotonic()
         core = self._engine.core
         peers = self._peers.statuses()
-        reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state == "down" and peer.error]
+        reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state != "connected" and peer.error]
         if unread := logs.trouble():
             reasons.append(unread)
         if core.draining:

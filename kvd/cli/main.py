@@ -34,8 +34,9 @@ class _Commands(TyperGroup):
 
 
 def exit_code(error: KvdError) -> int:
-    """What a command that ends with this error returns to the shell."""
-    if isinstance(error, ConfigError | InvalidArgument):
+    """What a command that ends with this error returns to the shell. What may mend itself is no wrong usage: a service
+    manager tries again."""
+    if isinstance(error, ConfigError | InvalidArgument) and not error.fields.get("passing"):
         return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, DaemonUnreachable) else EXIT_FAILED
 

@@ -45,6 +45,21 @@ with Client(name="box") as client:
 print("equal", flush=True)
 """
 
+ASK_ANOTHER = """
+from kvd_client import Client
+from kvd_client.errors import DaemonLost
+
+# systemd lets a stopped process go on to die, and until it does it may answer.
+with Client(timeout_s=50) as client:
+    pid = {old}
+    while pid == {old}:
+        try:
+            pid = client.status().pid
+        except DaemonLost:
+            pass
+print(pid)
+"""
+
 TAKE_PORT = """
 import socket, sys
 with socket.create_server(("127.0.0.1", 7440)):
@@ -199,7 +214,7 @@ def test_a_hung_daemon_is_restarted_and_the_waiting_client_answered(service: Ser
     old = service.show()["MainPID"]
     service.box.run("kill", "-STOP", old, check=True, timeout=60)
     # More patient than `kvd status`: the watchdog, the abort and a new start come before the answer.
-    client = service.script("from kvd_client import Client; print(Client(timeout_s=50).status().pid)")
+    client = service.script(ASK_ANOTHER.format(old=old))
     answer = client.communicate(timeout=60)[0].strip()
     assert answer.isdigit(), answer
     assert answer != old
@@ -245,6 +260,20 @@ def test_a_taken_port_is_named_and_it_starts_once_the_port_is_free(service: Serv
         assert "127.0.0.1:7440" in service.journal()
         other.kill()
     assert service.status()["listen"] == "127.0.0.1:7440"
+
+
+def test_an_address_that_comes_late_is_waited_for(service: Service) -> None:
+    """As at boot, where the network is up before it has all of its addresses."""
+    text = (UNITS / "kvd.toml").read_text()
+    text = text.replace('#listen = "127.0.0.1:7440"', 'listen = "127.0.9.9:7440"')
+    service.configure(text)
+    service.box.run("ip", "address", "del", "127.0.0.1/8", "dev", "lo", check=True, timeout=60)
+    try:
+        assert service.systemctl("start", "kvd", check=False).returncode != 0
+        assert "can't listen on 127.0.9.9:7440" in service.journal()
+    finally:
+        service.box.run("ip", "address", "add", "127.0.0.1/8", "dev", "lo", check=True, timeout=60)
+    assert service.status()["listen"] == "127.0.9.9:7440"
 
 
 def test_a_transfer_works_inside_the_sandbox_and_the_group_may_use_it(service: Service) -> None:
