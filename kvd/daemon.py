@@ -100,7 +100,9 @@ class Daemon:
                 now=time.time(),
             )
         self._learning: asyncio.Task[None] | None = None
-        self._saving: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[str] | None = None
+        self._troubles: dict[str, str] = {}
+        """What is wrong until it is done again, a sentence each; status shows it."""
         settings = Settings(
             rendezvous_s=config.transfer.rendezvous_s,
             chunk=config.transfer.chunk,
@@ -214,8 +216,10 @@ class Daemon:
             self._peers.accept_keys(read_keys(path) if path else [])
         except ConfigError as error:
             log.error("keys not reloaded; the earlier ones stay in use", reason=error.message)
+            self._troubles["keys"] = f"keys not reloaded, the earlier ones stay in use: {error.message}"
         else:
             log.info("keys reloaded", file=path)
+            self._troubles.pop("keys", None)
 
     async def drain(self) -> None:
         """Refuse new transfers; return when the running ones have ended, or when :attr:`hurry` is set."""
@@ -288,7 +292,7 @@ class Daemon:
             if time.monotonic() - saved >= SAVE_S:
                 saved = time.monotonic()
                 self._saving = asyncio.create_task(asyncio.to_thread(_save, learner.unsaved()))
-                await asyncio.shield(self._saving)
+                self._troubles["learnt"] = await asyncio.shield(self._saving)
 
     def summary(self) -> str:
         """One line for ``systemctl status``."""
@@ -305,8 +309,7 @@ class Daemon:
         core = self._engine.core
         peers = self._peers.statuses()
         reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state != "connected" and peer.error]
-        if unread := logs.trouble():
-            reasons.append(unread)
+        reasons += [trouble for trouble in (logs.trouble(), *self._troubles.values()) if trouble]
         if core.draining:
             reasons.append("draining: new transfers are refused")
         counters = dict(core.counters)
@@ -366,14 +369,17 @@ class Daemon:
         return security.level if security.level != "plain" else "checksums" if security.checksums else "unchecked"
 
 
-def _save(unsaved: list[tuple[Path, bytes]]) -> None:
-    """Write state files, each in one step."""
+def _save(unsaved: list[tuple[Path, bytes]]) -> str:
+    """Write state files, each in one step; what went wrong, in a sentence, or nothing."""
+    trouble = ""
     for path, data in unsaved:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, data)
         except (OSError, InvalidArgument) as error:
             log.warning("learnt importance not saved", file=str(path), reason=str(error))
+            trouble = f"what was learnt is not saved and would not outlive a restart: {error}"
+    return trouble
 
 
 def fingerprint(config: Config) -> dict[str, str | int]:

@@ -95,6 +95,20 @@ def status(
 
 
 @app.command()
+def metrics(
+    socket: Socket = None,
+    config: ConfigFile = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve them at http://HOST:PORT/metrics.")
+    ] = None,
+) -> None:
+    """Write the daemon's metrics in Prometheus' format, or serve them. Exit code: 3 unreachable."""
+    from kvd.cli import metrics as command
+
+    raise typer.Exit(command.metrics(socket, config, listen=listen))
+
+
+@app.command()
 def doctor(config: ConfigFile = None) -> None:
     """Find what keeps RDMA from working on this host. Exit code: 0 nothing, 1 something."""
     from kvd.cli import doctor as command

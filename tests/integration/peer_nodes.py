@@ -129,7 +129,7 @@ class Logged:
 
 async def connected(node, peer):
     """The node's live session with ``peer``, as soon as there is one, whoever dials it."""
-    while not (live := [session for session in node.peers.sessions() if session.node == peer]):
+    while not (live := [session for session in node.peers.sessions() if session.node == peer]):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return live[0]
 

@@ -175,7 +175,7 @@ async def test_attempts_that_nobody_asked_for_get_rarer_and_say_a_thing_once(sta
     a = await start("a", peers={"b": address}, listen="", redial_s=0.001)
     with pytest.raises(PeerUnreachable):
         await a.peers.session("b")
-    while not a.peers.statuses()[0].error.endswith("(6 attempts)"):
+    while not a.peers.statuses()[0].error.endswith("(6 attempts)"):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     lines = [line for line in logged.entries if line["event"] == "no session with peer"]
     assert [line["attempts"] for line in lines] == [1, 2, 3, 4, 5, 6]

@@ -60,6 +60,19 @@ with Client(timeout_s=50) as client:
 print(pid)
 """
 
+SCRAPE = """
+import time, urllib.error, urllib.request
+
+while True:  # until it listens
+    try:
+        print(urllib.request.urlopen("http://127.0.0.1:9745/metrics", timeout=50).read().decode())
+        break
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ConnectionRefusedError):
+            raise
+        time.sleep(0.05)
+"""
+
 TAKE_PORT = """
 import socket, sys
 with socket.create_server(("127.0.0.1", 7440)):
@@ -133,6 +146,7 @@ def install(box: Box) -> None:
     for name, where in (
         ("kvd.service", "/etc/systemd/system/kvd.service"),
         ("kvd.socket", "/etc/systemd/system/kvd.socket"),
+        ("kvd-metrics.service", "/etc/systemd/system/kvd-metrics.service"),
         ("kvd.sysusers", "/etc/sysusers.d/kvd.conf"),
         ("kvd.tmpfiles", "/etc/tmpfiles.d/kvd.conf"),
         ("kvd.toml", "/etc/kvd/kvd.toml"),
@@ -167,9 +181,10 @@ def service(box: Box) -> Iterator[Service]:
 
 
 def test_systemd_understands_every_line(service: Service) -> None:
-    units = ("/etc/systemd/system/kvd.service", "/etc/systemd/system/kvd.socket")
+    units = [f"/etc/systemd/system/{name}" for name in ("kvd.service", "kvd.socket", "kvd-metrics.service")]
     said = service.box.out("systemd-analyze", "verify", "--man=no", *units)
     assert "kvd." not in said
+    assert "kvd-metrics" not in said
 
 
 def test_start_returns_when_the_daemon_is_ready_and_says_what_it_does(service: Service) -> None:
@@ -281,6 +296,18 @@ def test_a_transfer_works_inside_the_sandbox_and_the_group_may_use_it(service: S
     with service.script(TRANSFER) as client:
         said, _ = client.communicate("\n", timeout=60)
     assert said == "open\nequal\n"
+
+
+def test_metrics_come_from_a_process_of_their_own(service: Service) -> None:
+    service.systemctl("start", "kvd", "kvd-metrics")
+    try:
+        with service.script(SCRAPE) as scraper:
+            said, _ = scraper.communicate(timeout=60)
+        assert "\nkvd_up 1\n" in said
+        assert 'node="' in said
+        assert service.show("kvd-metrics.service")["NRestarts"] == "0"
+    finally:
+        service.systemctl("stop", "kvd-metrics")
 
 
 def test_others_may_not_use_it(service: Service) -> None:
