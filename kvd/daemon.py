@@ -95,6 +95,8 @@ class Daemon:
                 folder=Path(config.profile.state) if config.profile.state else None,
                 now=time.time(),
             )
+        self._keys_trouble = ""
+        """Why the keys in use are not those of the file, until they are; status shows it."""
         settings = Settings(
             rendezvous_s=config.transfer.rendezvous_s,
             chunk=config.transfer.chunk,
@@ -210,8 +212,10 @@ class Daemon:
             self._peers.accept_keys(read_keys(path) if path else [])
         except ConfigError as error:
             log.error("keys not reloaded; the earlier ones stay in use", reason=error.message)
+            self._keys_trouble = f"keys not reloaded, the earlier ones stay in use: {error.message}"
         else:
             log.info("keys reloaded", file=path)
+            self._keys_trouble = ""
 
     async def drain(self) -> None:
         """Refuse new transfers; return when the running ones have ended, or when :attr:`hurry` is set."""
@@ -277,9 +281,9 @@ class Daemon:
         now = time.monotonic()
         core = self._engine.core
         peers = self._peers.statuses()
-        reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state == "down" and peer.error]
-        if unread := logs.trouble():
-            reasons.append(unread)
+        reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state != "connected" and peer.error]
+        learnt_trouble = self._learnt.trouble if self._learnt is not None else ""
+        reasons += [trouble for trouble in (logs.trouble(), self._keys_trouble, learnt_trouble) if trouble]
         if core.draining:
             reasons.append("draining: new transfers are refused")
         counters = dict(core.counters)

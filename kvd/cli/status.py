@@ -15,7 +15,7 @@ import typer
 
 from kvd.cli import config as configuration
 from kvd.cli.output import printable
-from kvd.errors import ConfigError
+from kvd.errors import Busy, ConfigError, DaemonLost, DaemonUnreachable
 from kvd.host import SYSTEM_SOCKET, Host
 from kvd.units import about
 from kvd_client import Client
@@ -43,26 +43,34 @@ PATHS = {"proactive": "proactive", "on_demand": "on-demand", "speculative": "spe
 
 
 def status(socket: str | None, config: Path | None, *, as_json: bool, watch_s: float | None) -> int:
-    """Ask the daemon and write what it says; 0 if it is healthy, 1 if degraded.
+    """Ask the daemon and write what it says; 0 if it is healthy, 1 if degraded. ``watch_s``: again and again over one
+    connection, until it is interrupted; while a daemon that has answered is away, it says so and goes on.
 
     Raises :class:`~kvd.errors.DaemonUnreachable` with the socket and the way to start a daemon there.
     """
     path = find_socket(socket, config)
     terminal = sys.stdout.isatty()
-    while True:
-        with Client(path, name="kvd status") as client:
-            found = client.status()
-        if as_json:
-            text = to_json(found)
-        else:
-            width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
-            text = "\n".join(map(printable, render(found, width=max(width, MIN_WIDTH))))
-        if watch_s is not None and terminal and not as_json:
-            text = f"\x1b[H\x1b[2J{text}"
-        typer.echo(text)
-        if watch_s is None:
-            return EXIT_OK if found.health == "ok" else EXIT_DEGRADED
-        time.sleep(watch_s)
+    answered = False
+    with Client(path, name="kvd status") as client:
+        while True:
+            try:
+                found = client.status()
+            except (DaemonUnreachable, DaemonLost, Busy) as error:
+                if not answered or watch_s is None:
+                    raise
+                text = to_line({"error": error.code, "message": error.message}) if as_json else printable(error.message)
+            else:
+                answered = True
+                if as_json:
+                    text = to_json(found)
+                else:
+                    width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
+                    text = "\n".join(map(printable, render(found, width=max(width, MIN_WIDTH))))
+                if watch_s is None:
+                    typer.echo(text)
+                    return EXIT_OK if found.health == "ok" else EXIT_DEGRADED
+            typer.echo(f"\x1b[H\x1b[2J{text}" if terminal and not as_json else text)
+            time.sleep(watch_s)
 
 
 def find_socket(socket: str | None, config: Path | None) -> str:
@@ -87,6 +95,11 @@ def to_json(found: Status) -> str:
     """One line of JSON with the fields of :class:`~kvd_client.protocol.Status`."""
     tree = msgspec.to_builtins(found)
     del tree["type"], tree["id"]
+    return to_line(tree)
+
+
+def to_line(tree: Mapping[str, object]) -> str:
+    """One line of JSON."""
     return msgspec.json.encode(tree).decode()
 
 
@@ -146,7 +159,8 @@ def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
     rows = [("PEER", "STATE", "FABRIC", "ADDRESS", "SENT", "RECEIVED")]
     for peer in peers:
         traffic = about(peer.bytes_sent), about(peer.bytes_received)
-        rows.append((peer.node, peer.state, peer.fabric or "-", peer.address, *traffic))
+        state = f"{peer.state} {duration(peer.down_s)}" if peer.down_s else peer.state
+        rows.append((peer.node, state, peer.fabric or "-", peer.address, *traffic))
     table = columns(rows, right=(4, 5), give=(0, 3), width=width)
     yield table[0]
     for peer, line in zip(peers, table[1:], strict=True):

@@ -308,6 +308,11 @@ class TcpEndpoint(Endpoint):
             reason = error.message
         else:
             reason = f"the {lane} connection failed: {error}"
+            if isinstance(error, TimeoutError):  # ETIMEDOUT
+                reason += (
+                    ". What was sent was not acknowledged; if the peer answers otherwise, something on the way drops "
+                )
+                reason += "large packets: compare the MTU of both hosts and of the network"
             error = FabricError(reason)
         error.fields |= {"peer": self.peer, "lane": lane}
         self._end(closed_error(reason), error)

@@ -76,8 +76,8 @@ class Dialling:
             raise
 
     def lost(self, session: PeerSession) -> None:
-        """A session has ended: dial the node again after a while, unless somebody does before. Without it, a peer that
-        is back would count as down until the next transfer with it, which may be sent elsewhere for that reason."""
+        """A session has ended: dial the node again after a while, unless somebody does before. Else a peer that is
+        back would count as down until the next transfer with it, which may go elsewhere for that reason."""
         if session.node in self._addresses and self._table.live(session.node) is None:
             self._redial_later(session.node, self._redial_s * (1 if session.dialled else REDIAL_PATIENCE))
 

@@ -76,10 +76,13 @@ async def listen(text: str) -> list[socket.socket]:
                 f"{text} is taken by another process; stop it, or set another port in peers.listen",
                 address=text,
             ) from None
+        # At boot, an address or a name server may be there a moment later.
+        passing = error.errno in (errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
         raise ConfigError(
             f"peers.listen: can't listen on {text}: {reason_of(error)}; give an address of this host and a free port",
             key="peers.listen",
             address=text,
+            **({"passing": True} if passing else {}),
         ) from None
     return opened
 
@@ -125,6 +128,13 @@ async def connect(family: int, address: Any) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def give_up_after(sock: socket.socket, seconds: float) -> None:
+    """Let the system end a connection whose bytes nobody has acknowledged for so long. Its own patience is a quarter of
+    an hour, and heartbeats are no help where small packets pass and large ones do not."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 async def negotiate(sock: socket.socket, machine: Handshake) -> Established | LaneEstablished:
