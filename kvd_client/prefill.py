@@ -207,6 +207,13 @@ class PrefillTransfer(Transfer):
             self._told = True
             raise
 
+    def poll_delivered(self) -> bool:
+        """Whether the sink has everything; without waiting. Raises as :meth:`finish`."""
+        if self._delivered():
+            return True
+        self._check(0)
+        return False
+
     def wait_delivered(self, timeout_s: float | None = None) -> None:
         """Wait until the sink has everything; raises as :meth:`finish`."""
         connection, part = self._connection, self._part
