@@ -77,7 +77,9 @@ def _api(config: Config, host: Host) -> Iterator[Problem]:
         yield _error("api.socket", f"{path} must be an absolute path")
     elif len(os.fsencode(path)) > MAX_SOCKET_PATH:
         yield _error(
-            "api.socket", f"{_shortened(path)} has {len(os.fsencode(path))} bytes; Linux allows {MAX_SOCKET_PATH}"
+            "api.socket",
+            f"{_shortened(path)} has {len(os.fsencode(path))} bytes; Linux allows {MAX_SOCKET_PATH}, so name a "
+            "shorter one",
         )
     elif not os.path.isdir(parent) and path != host.default_socket:
         yield _error(
@@ -94,7 +96,8 @@ def _api(config: Config, host: Host) -> Iterator[Problem]:
         elif host.uid != 0 and gid not in host.groups:
             yield _error(
                 "api.group",
-                f"user {host.uid} isn't a member of {config.api.group} and can't give it the socket",
+                f"user {host.uid} isn't a member of {config.api.group} and can't give it the socket; add it "
+                "to the group, or run as root",
             )
 
 
@@ -188,11 +191,12 @@ def _memory(config: Config, host: Host) -> Iterator[Problem]:
             f"{format_size(memory.pool)} leaves under a tenth of the host's {about(host.memory)} to all else",
         )
     if memory.arena < MIN_ARENA:
-        yield _error("memory.arena", f"{format_size(memory.arena)} is less than {format_size(MIN_ARENA)}")
+        yield _error("memory.arena", f"{format_size(memory.arena)} is less than {format_size(MIN_ARENA)}, the least")
     if memory.arena > memory.pool:
         yield _error(
             "memory.arena",
-            f"{format_size(memory.arena)} is more than memory.pool, {format_size(memory.pool)}",
+            f"{format_size(memory.arena)} is more than memory.pool, {format_size(memory.pool)}; lower it, or raise the "
+            "pool",
         )
     if memory.client_limit > memory.pool:
         yield _warning("memory.client_limit", "more than memory.pool, so it limits nobody")
@@ -207,11 +211,14 @@ def _memory(config: Config, host: Host) -> Iterator[Problem]:
 def _transfer(config: Config) -> Iterator[Problem]:
     transfer = config.transfer
     if transfer.chunk < MIN_CHUNK:
-        yield _error("transfer.chunk", f"{format_size(transfer.chunk)} is less than {format_size(MIN_CHUNK)}")
+        yield _error(
+            "transfer.chunk", f"{format_size(transfer.chunk)} is less than {format_size(MIN_CHUNK)}, the least"
+        )
     if transfer.chunk > transfer.window:
         yield _error(
             "transfer.chunk",
-            f"{format_size(transfer.chunk)} is more than transfer.window, {format_size(transfer.window)}",
+            f"{format_size(transfer.chunk)} is more than transfer.window, {format_size(transfer.window)}; lower it, or "
+            "raise the window",
         )
     if transfer.rendezvous_s > transfer.deadline_s:
         yield _warning(

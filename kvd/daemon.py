@@ -85,33 +85,10 @@ class Daemon:
             client_limit=config.memory.client_limit,
         )
         self._devices = {name: self._make_device(name, npu) for name, npu in config.npu.items()}
-        selective = config.selective
-        self._profiles = Profiles(Path(selective.profiles) if selective.profiles else None)
-        if config.profile.learn:
-            self._profiles.learner = Learner(
-                HalfLife.parse(config.profile.half_life),
-                blocks=selective.blocks,
-                start=self._profiles.start,
-                folder=Path(config.profile.state) if config.profile.state else None,
-                now=time.time(),
-            )
         self._keys_trouble = ""
         """Why the keys in use are not those of the file, until they are; status shows it."""
-        settings = Settings(
-            rendezvous_s=config.transfer.rendezvous_s,
-            chunk=config.transfer.chunk,
-            window=config.transfer.window,
-            bulk_delay_s=selective.fetch_delay_s,
-            selective=Selective(
-                mode=selective.mode,
-                budget=selective.budget,
-                speculative=selective.speculative,
-                share=selective.share,
-                blocks=selective.blocks,
-            ),
-            profiled=self._profiles.known,
-        )
-        core = TransferCore(self.node, self.boot, settings)
+        self._profiles = _make_profiles(config)
+        core = TransferCore(self.node, self.boot, _transfer_settings(config, self._profiles))
         self._engine = Engine(core=core, node=self.node, boot=self.boot, pool=self._pool, connect=self.connect)
         self._peers = Peers(
             node=self.node,
@@ -341,6 +318,39 @@ class Daemon:
         if all(fabric.name != "tcp" for fabric in self._fabrics):
             return ""
         return security.level if security.level != "plain" else "checksums" if security.checksums else "unchecked"
+
+
+def _make_profiles(config: Config) -> Profiles:
+    """Those of the configured folder, with a learner where the daemon is to learn."""
+    folder, state = config.selective.profiles, config.profile.state
+    profiles = Profiles(Path(folder) if folder else None)
+    if config.profile.learn:
+        profiles.learner = Learner(
+            HalfLife.parse(config.profile.half_life),
+            blocks=config.selective.blocks,
+            start=profiles.start,
+            folder=Path(state) if state else None,
+            now=time.time(),
+        )
+    return profiles
+
+
+def _transfer_settings(config: Config, profiles: Profiles) -> Settings:
+    transfer, selective = config.transfer, config.selective
+    return Settings(
+        rendezvous_s=transfer.rendezvous_s,
+        chunk=transfer.chunk,
+        window=transfer.window,
+        bulk_delay_s=selective.fetch_delay_s,
+        selective=Selective(
+            mode=selective.mode,
+            budget=selective.budget,
+            speculative=selective.speculative,
+            share=selective.share,
+            blocks=selective.blocks,
+        ),
+        profiled=profiles.known,
+    )
 
 
 def fingerprint(config: Config) -> dict[str, str | int]:

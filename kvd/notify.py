@@ -129,7 +129,9 @@ def listen_fds(environ: MutableMapping[str, str] = os.environ, pid: int | None =
     if meant != str(os.getpid() if pid is None else pid) or not count:
         return []
     if not (count.isascii() and count.isdigit() and int(count) <= MAX_LISTEN_FDS):
-        raise ConfigError(f"LISTEN_FDS is {count}, not a number up to {MAX_LISTEN_FDS}", count=count)
+        raise ConfigError(
+            f"LISTEN_FDS is {count}, not a number up to {MAX_LISTEN_FDS}; start kvd by kvd.socket", count=count
+        )
     numbers = range(FIRST_LISTEN_FD, FIRST_LISTEN_FD + int(count))
     labels = names.split(":") if names else []
     labels += ["unknown"] * (len(numbers) - len(labels))
@@ -138,5 +140,6 @@ def listen_fds(environ: MutableMapping[str, str] = os.environ, pid: int | None =
         try:
             os.set_inheritable(fd, False)
         except OSError as error:
-            raise ConfigError(f"LISTEN_FDS names descriptor {fd} ({name}), which isn't open", fd=fd) from error
+            message = f"LISTEN_FDS names descriptor {fd} ({name}), which isn't open; start kvd by kvd.socket"
+            raise ConfigError(message, fd=fd) from error
     return found

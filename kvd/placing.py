@@ -180,7 +180,7 @@ class Placing:
     def _cache(self, client: int, number: int) -> Cache:
         cache = self._caches.get(number)
         if cache is None or cache.client != client:
-            raise NotFound(f"cache {number} is not open on this connection", cache=number)
+            raise NotFound(f"cache {number} is not open on this connection; open one", cache=number)
         return cache
 
 
@@ -229,7 +229,8 @@ def _target(
     request: api.OpenSink, placement: Placement, memory: TensorMemory, blocks: int, heads: tuple[int, int] | None
 ) -> Target:
     if request.unit and request.unit not in UNITS:
-        raise InvalidArgument(f"there is no unit {request.unit!r}; choose one of {', '.join(UNITS)}", unit=request.unit)
+        unit = request.unit[:100]
+        raise InvalidArgument(f"there is no unit {unit!r}; choose one of {', '.join(UNITS)}", unit=unit)
     return Target(
         placement=placement,
         channels=memory.channels,

@@ -162,7 +162,7 @@ class Profiles:
             if known[:3] == model and mine != theirs:
                 raise InvalidArgument(
                     f"selections of {spec.model} are being recorded with {theirs[0]} layers, {theirs[1]} KV heads and "
-                    f"{theirs[2]} blocks, not {mine}",
+                    f"{theirs[2]} blocks, not {mine}; name other models differently",
                     differ=[theirs, mine],
                 )
         recording = self._recordings.get(key)
@@ -182,7 +182,9 @@ class Profiles:
         """What was recorded for a model and selector, or ``learnt``, as a profile file; raises :class:`NotFound`."""
         if learnt:
             if self.learner is None:
-                raise NotFound("this daemon does not learn (profile.learn is false in its configuration)", model=model)
+                raise NotFound(
+                    "this daemon does not learn; set profile.learn in its configuration, and restart it", model=model
+                )
             return self.learner.export(model, selector)
         found = {key: r for key, r in self._recordings.items() if key[0] == model and key[2] == selector}
         if not found:

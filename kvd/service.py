@@ -108,10 +108,7 @@ class Service:
             case api.GetStatus():
                 return self._status()
             case api.Finish():
-                if not self._mine(client, request.transfer):
-                    raise NotFound(
-                        f"transfer {request.transfer} is not open on this connection", transfer=request.transfer
-                    )
+                self._opening_of(client, request.transfer)
                 self._engine.core.check_finish(request.transfer)
                 self._engine.submit(ev.SourceFinished(request.transfer))
             case api.Release():
@@ -297,10 +294,7 @@ class Service:
         self._show(opened)
 
     async def _fetch(self, client: ClientSession, request: api.Fetch) -> Answer:
-        opened = self._opened.get(request.transfer)
-        if opened is None or opened.client is not client or opened.layout is None:
-            raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
-        layout = opened.layout
+        _, layout = self._opening_of(client, request.transfer)
         check_fetch(layout, request)
         number, self._next_fetch = self._next_fetch, self._next_fetch + 1
         waiting = self._fetches[number] = asyncio.get_running_loop().create_future()
@@ -322,10 +316,8 @@ class Service:
         return api.Ok()
 
     def _rank_blocks(self, client: ClientSession, request: api.RankBlocks) -> api.Ranked:
-        opened = self._opened.get(request.transfer)
-        if opened is None or opened.client is not client or opened.layout is None:
-            raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
-        shares = checked_ranking(opened.layout, request)
+        _, layout = self._opening_of(client, request.transfer)
+        shares = checked_ranking(layout, request)
         self._engine.submit(ev.BlocksRanked(request.transfer, request.layer, shares, request.weight))
         part = self._engine.core.parts.get(request.transfer)
         if not isinstance(part, SourcePart) or part.ended:
@@ -358,15 +350,12 @@ class Service:
         return api.ProfileData(data=data[max(0, request.offset) : stop], total=len(data))
 
     def _report_selections(self, client: ClientSession, request: api.ReportSelections) -> None:
-        opened = self._opened.get(request.transfer)
-        if opened is None or opened.client is not client or opened.request is None or opened.layout is None:
-            raise NotFound(f"transfer {request.transfer} is not open on this connection", transfer=request.transfer)
-        opening = opened.request
+        opening, layout = self._opening_of(client, request.transfer)
         self._profiles.record(
             opening.spec,
             opening.selector,
             tuple(opening.lengths),
-            heads=opened.layout.kv_heads,
+            heads=layout.kv_heads,
             steps=request.steps,
             counts=request.counts,
             blocks=request.blocks,
@@ -386,6 +375,18 @@ class Service:
         session = await self._connect(node)
         session.send(RejectHandle(handle=request.handle, request=request.request, reason=request.reason[:1000]))
         return api.Ok()
+
+    def _opening_of(
+        self, client: ClientSession, transfer: TransferId
+    ) -> tuple[api.OpenSource | api.OpenSink, PartLayout]:
+        """How a client has opened a transfer; raises :class:`NotFound` where it has not."""
+        opened = self._opened.get(transfer)
+        if opened is None or opened.client is not client or opened.request is None or opened.layout is None:
+            raise NotFound(
+                f"transfer {transfer} is not open on this connection; it was released, or another process opened it",
+                transfer=transfer,
+            )
+        return opened.request, opened.layout
 
     def _mine(self, client: ClientSession, transfer: TransferId) -> bool:
         opened = self._opened.get(transfer)

@@ -330,12 +330,7 @@ class Client(forks.OfOneProcess):
         connection = self._connection
         if connection is not None and not connection.lost and self._pid == forks.pid:
             return connection
-        if self._pid != forks.pid:
-            raise InvalidArgument(
-                f"this client belongs to process {self._pid} and was used in its forked child {forks.pid}; "
-                "make a new Client after the fork",
-                pid=self._pid,
-            )
+        forks.check(self._pid)
         with self._lock:
             if self._closed:
                 raise InvalidArgument("this client has been closed; make a new one")

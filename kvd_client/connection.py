@@ -11,10 +11,10 @@ import weakref
 from collections import OrderedDict
 
 from kvd_client.doorbell import Doorbell
-from kvd_client.errors import AlreadyExists, Busy, DaemonLost, DaemonUnreachable, LeaseExpired, ProtocolError
+from kvd_client.errors import AlreadyExists, Busy, DaemonLost, DaemonUnreachable, ProtocolError
 from kvd_client.exchange import NOTICE_S, Exchange, close_fds, error_of
 from kvd_client.mapping import Mapping
-from kvd_client.parts import OpenedCache, Part, map_channels, raise_if_failed
+from kvd_client.parts import OpenedCache, Part, map_channels, raise_if_failed, released_error
 from kvd_client.protocol import (
     PROTOCOL_VERSION,
     CacheOpened,
@@ -203,9 +203,7 @@ class Connection(Exchange):
         if part.released or part.mapping.retired:
             if self._lost is not None and not part.released:
                 raise self._lost_error(sent=True)
-            raise LeaseExpired(
-                f"transfer {part.transfer} has been released; its memory is gone", transfer=part.transfer
-            )
+            raise released_error(part)
         if self.doorbell.closed and self._lost is None:
             self._was_lost()
             with contextlib.suppress(DaemonLost):

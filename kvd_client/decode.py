@@ -13,7 +13,7 @@ from kvd_client.arguments import deadline_of, whole
 from kvd_client.arrays import Bytes, check_fits, items_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
-from kvd_client.parts import Part, raise_if_failed
+from kvd_client.parts import Part, raise_if_failed, released_error
 from kvd_client.ring import ALL_ROWS, EVENT_IDLE
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE, PartLayout, TokenRange
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvd_client.fetch import FetchHandle
     from kvd_client.lanes import Lanes, PendingSelection
 
-from kvd_client.transfer import Index, Mask, Transfer, released_error
+from kvd_client.transfer import Index, Mask, Transfer
 
 
 class DecodeTransfer(Transfer):
@@ -77,7 +77,9 @@ class DecodeTransfer(Transfer):
         layer = self._check(layer)
         half, odd = divmod(self.layout.entry_bytes, 2)
         if odd:
-            raise InvalidArgument(f"entries of {self.layout.entry_bytes} bytes have no K and V of equal size")
+            raise InvalidArgument(
+                f"entries of {self.layout.entry_bytes} bytes have no K and V of equal size; use layer()"
+            )
         view = self._layer(layer)[..., which * half : (which + 1) * half]
         if not as_torch:
             try:
@@ -85,7 +87,9 @@ class DecodeTransfer(Transfer):
             except (TypeError, ValueError) as error:  # the second: a name that is no text
                 raise InvalidArgument(f"dtype is {dtype!r}; give NumPy's or its name ({error})") from None
             if kind.hasobject or kind.subdtype is not None:
-                raise InvalidArgument(f"dtype is {dtype!r}, whose values are no bytes of a KV entry")
+                raise InvalidArgument(
+                    f"dtype is {dtype!r}, whose values are no bytes of a KV entry; give one of numbers"
+                )
             check_fits(half, kind.itemsize, kind)
             return view.view(kind)
         import torch
@@ -183,7 +187,7 @@ class DecodeTransfer(Transfer):
         items = items_of(entries, "entries", row, self.layout.entry_bytes)
         if items.shape != (1, items.shape[1], self.layout.kv_heads):
             raise InvalidArgument(
-                f"put_held got (tokens, heads) = {items.shape[1:]} where {self.layout.kv_heads} heads are needed",
+                f"put_held got (tokens, heads) = {items.shape[1:]}; this part has {self.layout.kv_heads} heads",
                 layer=layer,
                 row=row,
             )

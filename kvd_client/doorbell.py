@@ -1,6 +1,6 @@
 """The process's end of the shared ring: appending events, reading the slots.
 
-One memfd holds both, made and sealed by the daemon (layout in :mod:`kvd_client.protocol`). An event costs a lock,
+One memfd holds both, made and sealed by the daemon (layout in :mod:`kvd_client.ring`). An event costs a lock,
 one record and one store; a system call only where the daemon sleeps and wants to be woken.
 """
 

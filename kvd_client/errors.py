@@ -126,7 +126,7 @@ class ProcessLost(KvdError):
 
 
 class NotFound(KvdError):
-    """No such transfer, handle or request."""
+    """No such transfer, handle or request; or no such cache, device, profile or recording."""
 
     code = "NOT_FOUND"
 
@@ -144,7 +144,8 @@ class RendezvousTimeout(KvdError):
 
 
 class DeadlineExceeded(KvdError):
-    """The transfer was not delivered before its deadline."""
+    """The transfer was not delivered before its deadline; or a wait for it ended, with ``fields['timeout_s']``, and it
+    goes on."""
 
     code = "DEADLINE_EXCEEDED"
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from kvd_client import forks
 from kvd_client.arguments import seconds
-from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, InvalidArgument, KvdError, error_from_code
+from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, KvdError, error_from_code
 from kvd_client.framing import encode, encode_request
 from kvd_client.protocol import CacheOpened, CloseCache, Ended, Failure, Opened, Release, Reply, Request
 from kvd_client.stream import Stream, StreamEnded
@@ -323,12 +323,7 @@ class Exchange:
 
     def check(self) -> None:
         """Raise :class:`InvalidArgument` in a forked child."""
-        if self._pid != forks.pid:
-            raise InvalidArgument(
-                f"this client belongs to process {self._pid} and was used in its forked child {forks.pid}; "
-                "make a new Client after the fork",
-                pid=self._pid,
-            )
+        forks.check(self._pid)
 
     def _leave_in_child(self) -> None:
         # A child that kept the socket open would hide its parent's death from the daemon.

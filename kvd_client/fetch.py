@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from kvd_client.arguments import deadline_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, DeadlineExceeded, KvdError, ProtocolError, error_from_code
-from kvd_client.parts import Part, raise_if_failed
+from kvd_client.parts import Part, raise_if_failed, released_error
 from kvd_client.protocol import Failure, Fetch, Ok
-from kvd_client.transfer import released_error
 
 if TYPE_CHECKING:
     from kvd_client.transfer import Index

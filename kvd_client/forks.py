@@ -24,6 +24,16 @@ class OfOneProcess:
         )
 
 
+def check(maker: int) -> None:
+    """Raise :class:`InvalidArgument` where what process ``maker`` has made is used in another one."""
+    if maker != pid:
+        raise InvalidArgument(
+            f"this client belongs to process {maker} and was used in its forked child {pid}; make a new Client after "
+            "the fork",
+            pid=maker,
+        )
+
+
 def _after_fork_in_child() -> None:
     global pid
     pid = os.getpid()

@@ -156,10 +156,13 @@ class Lanes:
     def _check_short(self, layer: int, index: Index) -> None:
         entry = index != NOTHING
         if (entry[:, 1:] > entry[:, :-1]).any():
-            raise InvalidArgument(f"layer {layer}: -1 stands before an entry in the KV index", layer=layer)
+            raise InvalidArgument(
+                f"layer {layer}: -1 stands before an entry in the KV index; put the entries of a row first", layer=layer
+            )
         if (index >= self.layout.capacity).any():
             raise InvalidArgument(
-                f"layer {layer}: the KV index names token {index.max()} of {self.layout.capacity}", layer=layer
+                f"layer {layer}: the KV index names token {index.max()}; the part has room for {self.layout.capacity}",
+                layer=layer,
             )
 
     def keep(
@@ -284,7 +287,8 @@ class Lanes:
         if bad.any():
             at = int(bad.argmax())
             raise InvalidArgument(
-                f"layer {layer}: a fetch of token {index[at]} of a row that has {limits[at]}", layer=layer
+                f"layer {layer}: a fetch of token {index[at]} of a row that has {limits[at]}; name others",
+                layer=layer,
             )
 
     # --- counting -------------------------------------------------------------------------------------------------

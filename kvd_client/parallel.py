@@ -77,7 +77,10 @@ class Parallel(Generic[T]):
             else:
                 self._tensors = self._cache.of(self.layout, np.array(self._blocks, np.int64))
         if self._tensors is None:
-            raise InvalidArgument("the transfer was opened without a placement, and has no tensors on a device")
+            raise InvalidArgument(
+                "the transfer was opened without a placement, and has no tensors on a device; open it with one, or "
+                "with a cache"
+            )
         return self._tensors
 
     def abort(self, reason: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvd_client.errors import error_from_code
+from kvd_client.errors import LeaseExpired, error_from_code
 from kvd_client.layouts import TensorMap
 from kvd_client.mapping import Mapping
 from kvd_client.protocol import CacheOpened, Ended, Opened
@@ -20,7 +20,6 @@ class Part:
         "ended",
         "handle",
         "mapping",
-        "nbytes",
         "released",
         "slot",
         "tensors",
@@ -29,7 +28,7 @@ class Part:
 
     def __init__(self, opened: Opened, mapping: Mapping, channels: Sequence[Mapping] = ()) -> None:
         self.transfer, self.handle, self.slot = opened.transfer, opened.handle, opened.slot
-        self.nbytes, self.count_blocks = opened.nbytes, opened.count_blocks
+        self.count_blocks = opened.count_blocks
         self.mapping = mapping
         self.tensors = opened.tensors
         self.channels = channels
@@ -54,6 +53,13 @@ class OpenedCache:
     def retire(self) -> None:
         for mapping in self.channels:
             mapping.retire()
+
+
+def released_error(part: Part) -> LeaseExpired:
+    """What whoever uses a part after its release gets."""
+    return LeaseExpired(
+        f"transfer {part.transfer} has been released, and its memory is gone; open a new one", transfer=part.transfer
+    )
 
 
 def raise_if_failed(part: Part) -> None:

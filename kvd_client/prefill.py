@@ -13,11 +13,11 @@ from kvd_client.arrays import Bytes, floats_of, items_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.exchange import error_of
-from kvd_client.parts import Part, raise_if_failed
+from kvd_client.parts import Part, raise_if_failed, released_error
 from kvd_client.protocol import RANK_WEIGHT, Failure, Finish, RankBlocks
 from kvd_client.ring import ALL_ROWS, EVENT_LAYER_READY, EVENT_METADATA_READY, SLOT_DELIVERED
 from kvd_client.spec import PartLayout
-from kvd_client.transfer import Transfer, released_error
+from kvd_client.transfer import Transfer
 
 
 class PrefillTransfer(Transfer):
@@ -118,7 +118,9 @@ class PrefillTransfer(Transfer):
         stop = None if stop is None else whole("stop", stop)
         last = self._longest if stop is None else min(stop, self._longest)
         if start < 0 or (stop is not None and stop < start):
-            raise InvalidArgument(f"tokens [{start}, {stop}) are no range", start=start, stop=stop)
+            raise InvalidArgument(
+                f"tokens [{start}, {stop}) are no range; give 0 <= start <= stop", start=start, stop=stop
+            )
         self._ring(layer, start, last, row)
 
     def _ring(self, layer: int, start: int, stop: int, row: int | None) -> None:
@@ -132,7 +134,7 @@ class PrefillTransfer(Transfer):
         :class:`InvalidArgument` for a transfer that was opened without any, :class:`Busy` as :meth:`layer_ready`."""
         layer = self._check(layer)
         if not self.layout.metadata:
-            raise InvalidArgument(f"transfer {self.id} was opened without metadata", layer=layer)
+            raise InvalidArgument(f"transfer {self.id} was opened without metadata; name the arrays then", layer=layer)
         self._connection.ring(self._part, EVENT_METADATA_READY, layer, ALL_ROWS, 0, 0)
 
     def rank(self, layer: int, shares: Any, *, weight: float = RANK_WEIGHT, wait: bool = True) -> bool:

@@ -29,6 +29,8 @@ class TransferStatus(msgspec.Struct, kw_only=True):
 
 
 class PeerStatus(msgspec.Struct, kw_only=True):
+    """A node that is configured, or has been connected; bytes of all its sessions since the start."""
+
     node: str
     address: str
     state: str
@@ -38,6 +40,7 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     bytes_sent: int = 0
     bytes_received: int = 0
     error: str = ""
+    """Why it is down; while it is connected, why not over the fabric that it would be otherwise."""
     down_s: float = 0.0
     """How long ago it was lost, or could not be reached for the first time; 0 while it is connected, and where nobody
     has tried."""

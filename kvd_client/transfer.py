@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvd_client.arguments import position
 from kvd_client.arrays import Bytes
 from kvd_client.connection import Connection
-from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, LeaseExpired, NotFound
+from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, NotFound
 from kvd_client.forks import OfOneProcess
 from kvd_client.parts import Part
 from kvd_client.protocol import Abort
@@ -78,7 +78,10 @@ class Transfer(OfOneProcess):
         placement."""
         self._connection.check_part(self._part)
         if self._tensors is None:
-            raise InvalidArgument(f"transfer {self.id} was opened without a placement, and has no tensors on a device")
+            raise InvalidArgument(
+                f"transfer {self.id} was opened without a placement, and has no tensors on a device; "
+                "open it with one, or with a cache"
+            )
         return self._tensors
 
     def _place(self, cache: Cache | None, blocks: Sequence[Sequence[int]], head: int | None) -> None:
@@ -167,7 +170,3 @@ class Transfer(OfOneProcess):
 
     def _check_row(self, row: int) -> int:
         return position("row", row, self.layout.sequences)
-
-
-def released_error(part: Part) -> LeaseExpired:
-    return LeaseExpired(f"transfer {part.transfer} has been released; its memory is gone", transfer=part.transfer)

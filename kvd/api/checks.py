@@ -53,7 +53,7 @@ def check_open(request: api.OpenSource | api.OpenSink) -> int:
         )
     if request.mode and request.mode not in api.MODES:
         raise InvalidArgument(
-            f"there is no mode {request.mode!r}; choose one of {', '.join(api.MODES)}", mode=request.mode[:100]
+            f"there is no mode {request.mode[:100]!r}; choose one of {', '.join(api.MODES)}", mode=request.mode[:100]
         )
     if not math.isfinite(request.deadline_s) or request.deadline_s < 0:
         raise InvalidArgument(
@@ -87,19 +87,24 @@ def check_fetch(layout: PartLayout, request: api.Fetch) -> None:
             f"a fetch names landing slot {request.slot}, but the transfer was opened with {layout.landing_slots}",
             slot=request.slot,
         )
-    if len(request.counts) != 4 * layout.rows * layout.heads or len(request.index) % 4:
+    if len(request.counts) != 4 * layout.rows * layout.heads:
         raise InvalidArgument(
             f"a fetch has {len(request.counts)} bytes of counts; it needs 4 for each of {layout.rows} rows and "
             f"{layout.heads} heads",
             counts=len(request.counts),
         )
-    counts = np.frombuffer(request.counts, np.int32)
-    if counts.min() < 0 or counts.max() > layout.landing_entries:
+    if len(request.index) % 4:
         raise InvalidArgument(
-            f"a fetch asks for {int(counts.max())} entries of a (row, head), but the transfer was opened with room "
-            f"for {layout.landing_entries}",
-            entries=int(counts.max()),
+            f"a fetch has {len(request.index)} bytes of positions; it needs 4 for each", index=len(request.index)
         )
+    counts = np.frombuffer(request.counts, np.int32)
+    for entries in (int(counts.min()), int(counts.max())):
+        if not 0 <= entries <= layout.landing_entries:
+            raise InvalidArgument(
+                f"a fetch asks for {entries} entries of a (row, head); the transfer was opened with room for 0 to "
+                f"{layout.landing_entries}",
+                entries=entries,
+            )
 
 
 def checked_ranking(layout: PartLayout, request: api.RankBlocks) -> npt.NDArray[np.float32]:

@@ -124,7 +124,9 @@ class ApiServer:
             right = listener.family == socket.AF_UNIX and listener.type == socket.SOCK_STREAM
             right = right and bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         except OSError as error:
-            raise ConfigError(f"descriptor {fd}, passed for the local API, is no socket: {error.strerror}") from error
+            raise ConfigError(
+                f"descriptor {fd}, passed for the local API, is no socket ({error.strerror}); start kvd by kvd.socket"
+            ) from error
         if not right:
             raise ConfigError(
                 f"descriptor {fd}, passed for the local API, is no listening Unix stream socket; "
@@ -137,7 +139,8 @@ class ApiServer:
         path = self.path
         if len(os.fsencode(path)) > _MAX_PATH:
             raise ConfigError(
-                f"api.socket: {path} is longer than the {_MAX_PATH} bytes that a Unix socket's path can have",
+                f"api.socket: {path} is longer than the {_MAX_PATH} bytes that a Unix socket's path can have; "
+                "name a shorter one",
                 path=str(path),
             )
         with self._locked_parent():

@@ -28,8 +28,12 @@ def available_memory(root: Path = Path("/")) -> Available:
     Page cache of files counts as free, since the kernel drops it under pressure; a limit that can't be read does not
     count.
     """
-    found = [_machine(root), *_groups(root)]
-    return min((limit for limit in found if limit is not None), key=lambda limit: limit.free, default=_UNKNOWN)
+    return min(_limits(root), key=lambda limit: limit.free, default=_UNKNOWN)
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Bytes that this process could have if nothing else did: the least of the same limits."""
+    return min((limit.limit for limit in _limits(root)), default=_UNKNOWN.limit)
 
 
 _UNKNOWN = Available(free=1 << 62, limit=1 << 62, what="an unknown limit", fix="use less memory")
@@ -47,22 +51,28 @@ def huge_page_size(root: Path = Path("/")) -> int:
     return _meminfo(root).get("Hugepagesize", 0)
 
 
+def huge_page_bytes(root: Path = Path("/")) -> int:
+    """Bytes of huge pages of the default size that the system has set aside, used or not."""
+    return _meminfo(root).get("HugePages_Total", 0) * huge_page_size(root)
+
+
 def transparent_shared(root: Path = Path("/")) -> bool:
     """Whether shared memory gets transparent huge pages when it asks for them."""
     text = _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled") or ""
     return any(f"[{mode}]" in text for mode in ("always", "within_size", "advise", "force"))
 
 
-def _machine(root: Path) -> Available | None:
+def _limits(root: Path) -> Iterator[Available]:
+    """The machine's memory, and each limit of a control group that this process is in."""
     info = _meminfo(root)
-    if "MemAvailable" not in info:
-        return None
-    return Available(
-        free=info["MemAvailable"],
-        limit=info.get("MemTotal", info["MemAvailable"]),
-        what="the machine's memory",
-        fix="lower memory.pool or stop what else uses memory",
-    )
+    if "MemAvailable" in info:
+        yield Available(
+            free=info["MemAvailable"],
+            limit=info.get("MemTotal", info["MemAvailable"]),
+            what="the machine's memory",
+            fix="lower memory.pool or stop what else uses memory",
+        )
+    yield from _groups(root)
 
 
 def _groups(root: Path) -> Iterator[Available]:

@@ -20,12 +20,12 @@ OnFabricMessage: TypeAlias = Callable[["LocalSession", Lane, bytes], None]
 class _Bringup:
     """Both ends are in this process: a blob goes through a queue."""
 
+    def __init__(self, inbox: asyncio.Queue[bytes], outbox: asyncio.Queue[bytes]) -> None:
+        self._inbox, self._outbox = inbox, outbox
+
     @property
     def streams(self) -> Mapping[Lane, socket.socket]:
         return {}
-
-    def __init__(self, inbox: asyncio.Queue[bytes], outbox: asyncio.Queue[bytes]) -> None:
-        self._inbox, self._outbox = inbox, outbox
 
     @property
     def secret(self) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.sim.clock import Clock
-from kvd.sim.host import Host
+from kvd.sim.node import Node
 from kvd.sim.request import Journey, Measured
 from kvd.sim.workload import Request, Scenario, requests, synthetic_importance
 from kvd.transfer.core import Settings
@@ -41,17 +41,17 @@ class Cluster:
             ),
         )
 
-        def hosts(kind: str, count: int) -> list[Host]:
+        def nodes(kind: str, count: int) -> list[Node]:
             return [
-                Host(clock, f"{kind}-{number}", settings, scenario.link_rate, scenario.delay_s)
+                Node(clock, f"{kind}-{number}", settings, scenario.link_rate, scenario.delay_s)
                 for number in range(count)
             ]
 
-        self.prefill = hosts("prefill", scenario.prefill_nodes)
-        self.decode = hosts("decode", scenario.decode_nodes)
-        everyone = {host.name: host for host in self.prefill + self.decode}
-        for host in everyone.values():
-            host.hosts = everyone
+        self.prefill = nodes("prefill", scenario.prefill_nodes)
+        self.decode = nodes("decode", scenario.decode_nodes)
+        everyone = {node.name: node for node in self.prefill + self.decode}
+        for node in everyone.values():
+            node.nodes = everyone
         self.measured: list[Measured] = []
         self.arrived = 0
         self.running = 0
@@ -60,7 +60,7 @@ class Cluster:
         self.most_bytes = 0
         """At one decode node, of the caches that it held at a time."""
         self._bytes = dict.fromkeys(everyone, 0)
-        self._active = dict.fromkeys((host.name for host in self.decode), 0)
+        self._active = dict.fromkeys((node.name for node in self.decode), 0)
         self._idle = collections.deque(self.prefill)
         self._waiting: collections.deque[Request] = collections.deque()
         for request in requests(scenario):
@@ -79,7 +79,7 @@ class Cluster:
     def _dispatch(self) -> None:
         """Requests wait in one queue for a prefill node and a place in a decode node's batch."""
         while self._waiting and self._idle:
-            sink = min(self.decode, key=lambda host: self._active[host.name])
+            sink = min(self.decode, key=lambda node: self._active[node.name])
             if self._active[sink.name] >= self.scenario.batch:
                 return
             journey = Journey(self, self._waiting.popleft(), self._idle.popleft(), sink)
@@ -90,7 +90,7 @@ class Cluster:
             self.most_running = max(self.most_running, self.running)
             journey.start()
 
-    def prefilled(self, source: Host) -> None:
+    def prefilled(self, source: Node) -> None:
         """A prefill node can take the next request."""
         self._idle.append(source)
         self._dispatch()

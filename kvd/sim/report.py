@@ -67,10 +67,10 @@ def summarise(cluster: Cluster) -> Result:
         tbt_s=of([one.tbt_s for one in ended if one.request.output > 2]),
         queued_s=of([one.queued_s for one in ended]),
         on_demand_ratio=sum(one.fetched_first for one in ended) / selected if selected else 0.0,
-        source_link=max(host.nic.busy_s for host in cluster.prefill) / span,
+        source_link=max(node.nic.busy_s for node in cluster.prefill) / span,
         most_running=cluster.most_running,
         pool_bytes=cluster.most_bytes,
-        left=sum(len(host.core.parts) for host in (*cluster.prefill, *cluster.decode)),
+        left=sum(len(node.core.parts) for node in (*cluster.prefill, *cluster.decode)),
         simulated_s=cluster.clock.now,
         all_ttst_s=sorted(_ttst(ended)),
     )

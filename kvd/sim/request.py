@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvd.blocks import block_bounds
 from kvd.errors import KvdError
 from kvd.importance.matrix import ALWAYS_LAYERS
-from kvd.sim.host import Host, Part
+from kvd.sim.node import Node, Part
 from kvd.sim.workload import Request, wanted
 from kvd.transfer import events as ev
 from kvd.types import Role
@@ -52,7 +52,7 @@ class Measured:
 class Journey:
     """Drives one request. ``cluster`` is told when the prefill node and the decode slot are free again."""
 
-    def __init__(self, cluster: Cluster, request: Request, source: Host, sink: Host) -> None:
+    def __init__(self, cluster: Cluster, request: Request, source: Node, sink: Node) -> None:
         self.measured = Measured(request)
         self.request = request
         self.source, self.sink = source, sink

@@ -158,7 +158,7 @@ def requests(scenario: Scenario) -> Iterator[Request]:
     while now < scenario.duration_s:
         length = int(scenario.prompt_tokens * rng.lognormvariate(0.0, scenario.prompt_sigma))
         output = 2 + int(rng.expovariate(1.0 / scenario.output_tokens))
-        yield Request(number, now, max(16, min(length, 1 << 20)), output)
+        yield Request(number, now, max(16, min(length, MAX_TOKENS)), output)
         now += rng.expovariate(scenario.arrivals)
         number += 1
 

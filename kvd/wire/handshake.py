@@ -76,17 +76,17 @@ class _DiallerSide(Handshake):
 class Dialler(_DiallerSide):
     """The side that opened a control connection, to a node that should be ``expect``.
 
-    ``nonce``: 32 random bytes, never used before; ``share``: made for this connection, by default here. Raises
-    :class:`InvalidArgument` if what ``identity`` says does not fit a message.
+    ``nonce``: 32 random bytes, never used before. Raises :class:`InvalidArgument` if what ``identity`` says does not
+    fit a message.
     """
 
-    def __init__(self, identity: Identity, *, expect: NodeId, nonce: bytes, share: KeyShare | None = None) -> None:
+    def __init__(self, identity: Identity, *, expect: NodeId, nonce: bytes) -> None:
         super().__init__(f"node {identity.node}", f"node {expect}")
         self._identity, self._expect, self._nonce = identity, expect, nonce
         self._peer: Hello | None = None
         self._welcome: Welcome | None = None
         self._key = identity.keys[0] if identity.keys else None
-        self._share = (share or KeyShare()) if identity.keys else None
+        self._share = KeyShare() if identity.keys else None
         self._send_preface(Kind.CONTROL)
         self._send(make_hello(identity, nonce, expect, _public(self._share)))
 
@@ -169,12 +169,12 @@ class Acceptor(Handshake):
         session: bytes,
         token: bytes,
         find_lane: Callable[[bytes, Lane], bytes | None],
-        share: KeyShare | None = None,
     ) -> None:
         super().__init__(f"node {identity.node}", "the dialler")
         self._identity, self._nonce, self._session, self._token = identity, nonce, session, token
         self._find_lane = find_lane
-        self._share = share
+        self._share: KeyShare | None = None
+        """Made for a dialler that has said a proper hello."""
         self._kind = Kind.CONTROL
         self._peer: Hello | None = None
         self._welcome: Welcome | None = None
@@ -212,7 +212,7 @@ class Acceptor(Handshake):
         check_hello(self._identity, self._nonce, hello)
         self._peer = hello
         self._send_preface(Kind.ANSWER)
-        if self._identity.keys and self._share is None:
+        if self._identity.keys:
             self._share = KeyShare()
         self._send(make_hello(self._identity, self._nonce, "", _public(self._share)))
         self.state = State.AWAIT_PROOF

@@ -10,6 +10,7 @@ import socket
 import stat
 import tempfile
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,13 +93,14 @@ def test_only_the_group_is_served(public):
         assert session == [] or all(s.uid == os.getuid() for s in session)
 
 
-def test_membership_by_the_user_database():
-    member = next(((g, name) for g in grp.getgrall() for name in g.gr_mem if g.gr_gid), None)
-    if member is None:
-        pytest.skip("no group of this machine has members")
-    group, name = member
-    user = pwd.getpwnam(name)
-    check_access(Peer(1, user.pw_uid, user.pw_gid, frozenset()), group.gr_name, group.gr_gid)
+def test_membership_by_the_user_database(monkeypatch):
+    user = pwd.getpwnam("daemon")
+    peer = Peer(1, user.pw_uid, user.pw_gid, frozenset())
+    groups = {54321: ["somebody", "daemon"], 54322: ["somebody"]}
+    monkeypatch.setattr(grp, "getgrgid", lambda number: SimpleNamespace(gr_mem=groups[number]))
+    check_access(peer, "kvd", 54321)
+    with pytest.raises(PermissionDenied, match="user daemon is not in the group other"):
+        check_access(peer, "other", 54322)
 
 
 def test_a_user_that_the_database_does_not_know_is_denied_by_number():

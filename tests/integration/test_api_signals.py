@@ -132,22 +132,6 @@ def test_a_handler_may_not_call_in_the_middle_of_reading_or_sending(client, monk
     assert client.status().node
 
 
-def test_a_reply_that_another_thread_has_read_is_not_waited_for(client, monkeypatch) -> None:
-    client.status()
-    connection = client._connection
-    send = connection._send
-
-    def sent(frame, deadline):
-        send(frame, deadline)
-        number = max(connection._replies)
-        connection.wait(lambda: connection._replies[number], deadline)
-        monkeypatch.setattr(connection, "_take_in", lambda *_: pytest.fail("there is nothing to wait for"))
-
-    monkeypatch.setattr(connection, "_send", sent)
-    assert client.status().node
-    monkeypatch.undo()
-
-
 def test_a_handler_that_raises_in_a_fence_leaves_the_ring_usable(client, monkeypatch) -> None:
     class Barrier:
         def __init__(self, lock):

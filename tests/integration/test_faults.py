@@ -7,10 +7,8 @@ back, a restarted daemon serves at once, and nobody who holds a mapping is hurt.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +21,7 @@ from kvd_client import Client
 from kvd_client.errors import DaemonLost, KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
 from tests.integration.daemons import DaemonProcess, nothing_is_left, random_layer, small_spec, two_daemons
 from tests.integration.fault_helpers import Told, saw
+from tests.integration.workers import Worker
 from tests.waiting import eventually
 
 WAIT_S = 20.0
@@ -40,67 +39,38 @@ def _process(socket: str, role: str, request: str, pipe: Connection) -> None:
         view: Any = None  # held all along, as an engine does
         while True:
             command, *arguments = pipe.recv()
+            said = "ok"
             try:
-                if command == "open":
-                    if role == "source":
+                match command:
+                    case "open" if role == "source":
                         transfer = client.prefill(request, SPEC, LENGTHS)
-                    else:
+                        view = transfer.layer(0)
+                    case "open":
                         transfer = client.decode(request, SPEC, LENGTHS, source="prefill")
-                    view = transfer.layer(0)
-                elif command == "put":
-                    for layer in arguments[0]:
-                        transfer.put_layer(layer, entries=random_layer(layer, 1, LENGTHS[0], 4, 256))
-                elif command == "finish":
-                    transfer.finish(timeout_s=WAIT_S)
-                elif command == "wait":
-                    transfer.wait_ready(arguments[0], timeout_s=WAIT_S)
-                elif command == "read":
-                    same = np.array_equal(view, random_layer(0, 1, LENGTHS[0], 4, 256))
-                    pipe.send("same" if same else "different")
-                    continue
-                elif command == "release":
-                    transfer.release()
-                pipe.send("ok")
+                        view = transfer.layer(0)
+                    case "put":
+                        for layer in arguments[0]:
+                            transfer.put_layer(layer, entries=random_layer(layer, 1, LENGTHS[0], 4, 256))
+                    case "finish":
+                        transfer.finish(timeout_s=WAIT_S)
+                    case "wait":
+                        transfer.wait_ready(arguments[0], timeout_s=WAIT_S)
+                    case "read":
+                        same = np.array_equal(view, random_layer(0, 1, LENGTHS[0], 4, 256))
+                        said = "same" if same else "different"
+                    case "release":
+                        transfer.release()
             except KvdError as error:
-                pipe.send(error.code)
-
-
-class Worker:
-    """An inference process that can be killed."""
-
-    def __init__(self, daemon: DaemonProcess, role: str, request: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_process, args=(daemon.socket, role, request, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, *command: Any) -> str:
-        self.send(*command)
-        return self.answer()
-
-    def told(self, *command: Any) -> Told:
-        """As :meth:`ask`, with how long it took."""
-        begin = time.monotonic()
-        code = self.ask(*command)
-        return Told(code.replace("ok", "OK"), time.monotonic() - begin)
-
-    def send(self, *command: Any) -> None:
-        self._pipe.send(command)
-
-    def answer(self) -> str:
-        assert self._pipe.poll(WAIT_S + 10), "the process did not answer"
-        return str(self._pipe.recv())
-
-    def kill(self) -> None:
-        """SIGKILL, and its end; nothing if it has ended."""
-        self.process.kill()
-        self.process.join()
+                said = error.code
+            pipe.send(said)
 
 
 @contextlib.contextmanager
 def workers(prefill: DaemonProcess, decode: DaemonProcess, request: str) -> Iterator[tuple[Worker, Worker]]:
-    pair = Worker(prefill, "source", request), Worker(decode, "sink", request)
+    pair = (
+        Worker(_process, prefill.socket, "source", request),
+        Worker(_process, decode.socket, "sink", request),
+    )
     try:
         yield pair
     finally:

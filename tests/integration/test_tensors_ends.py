@@ -6,7 +6,6 @@ back: leases of the pool (staging among them), channels of the devices, and the 
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,8 +16,8 @@ import pytest
 from kvd_client import Client, KVSpec, Placement
 from kvd_client.errors import KvdError, PeerLost, PeerRestarted, PeerUnreachable, ProcessLost
 from tests.integration.daemons import DaemonProcess, nothing_is_left, random_layer, two_daemons
+from tests.integration.workers import Worker
 
-WAIT_S = 20.0
 SPEC = KVSpec(layers=8, kv_heads=2, entry_bytes=256, dtype="bfloat16", model="test")
 TOKENS = 4096
 TILES = Placement(layout="tenstorrent", device="bh")
@@ -64,24 +63,12 @@ def _process(socket: str, role: str, way: str, request: str, pipe: Connection) -
         pipe.recv()  # nobody sends: it ends with the test
 
 
-class Worker:
-    """An inference process that can be killed."""
-
-    def __init__(self, daemon: DaemonProcess, role: str, way: str, request: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = (daemon.socket, role, way, request, theirs)
-        self.process = context.Process(target=_process, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def hear(self) -> str:
-        assert self._pipe.poll(WAIT_S + 40), "the process said nothing"
-        return str(self._pipe.recv())
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+def workers(daemons: tuple[DaemonProcess, DaemonProcess], way: str, request: str) -> tuple[Worker, Worker]:
+    source, sink = (
+        Worker(_process, daemon.socket, role, way, request)
+        for daemon, role in zip(daemons, ("source", "sink"), strict=True)
+    )
+    return source, sink
 
 
 @pytest.mark.parametrize(("way", "victim"), ENDS)
@@ -89,12 +76,12 @@ def test_a_process_dies_while_tensors_are_on_their_way(
     daemons: tuple[DaemonProcess, DaemonProcess], way: str, victim: str
 ) -> None:
     request = f"{way}-{victim}"
-    source, sink = Worker(daemons[0], "source", way, request), Worker(daemons[1], "sink", way, request)
+    source, sink = workers(daemons, way, request)
     try:
-        assert source.hear() == sink.hear() == "opened"
-        assert sink.hear() == "first layer"
+        assert source.answer() == sink.answer() == "opened"
+        assert sink.answer() == "first layer"
         (source if victim == "source" else sink).kill()
-        assert (sink if victim == "source" else source).hear() == ProcessLost.code
+        assert (sink if victim == "source" else source).answer() == ProcessLost.code
     finally:
         source.kill()
         sink.kill()
@@ -104,13 +91,12 @@ def test_a_process_dies_while_tensors_are_on_their_way(
 @pytest.mark.parametrize(("way", "victim"), [("push", 1), ("pull", 0)], ids=["push-sink", "pull-source"])
 def test_a_daemon_dies_while_tensors_are_on_their_way(tmp_path: Path, way: str, victim: int) -> None:
     with two_daemons(tmp_path, **CONFIG) as daemons:
-        source, sink = Worker(daemons[0], "source", way, "r"), Worker(daemons[1], "sink", way, "r")
-        workers = (source, sink)
+        both = source, sink = workers(daemons, way, "r")
         try:
-            assert source.hear() == sink.hear() == "opened"
-            assert sink.hear() == "first layer"
+            assert source.answer() == sink.answer() == "opened"
+            assert sink.answer() == "first layer"
             daemons[victim].kill()
-            assert workers[1 - victim].hear() in (PeerLost.code, PeerRestarted.code, PeerUnreachable.code)
+            assert both[1 - victim].answer() in (PeerLost.code, PeerRestarted.code, PeerUnreachable.code)
         finally:
             source.kill()
             sink.kill()

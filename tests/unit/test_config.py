@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from kvd.config import (
     to_toml,
 )
 from kvd.errors import ConfigError
-from kvd.host import Host, parse_meminfo
+from kvd.host import Host
 from kvd.keys import read_keys
 
 HOST = Host(
@@ -244,9 +246,14 @@ class TestKeys:
             read_keys(self.write(tmp_path, b"x" * 70000))
 
 
-def test_meminfo_counts_bytes() -> None:
-    info = parse_meminfo("MemTotal:       2048 kB\nHugePages_Total:       3\nHugepagesize:       2048 kB\n")
-    assert info == {"MemTotal": 2 << 20, "HugePages_Total": 3, "Hugepagesize": 2 << 20}
+def test_the_example_file_shows_every_option_with_its_default() -> None:
+    example = (Path(__file__).parents[2] / "systemd/kvd.toml").read_text()
+    shown = tomllib.loads(re.sub(r"^#(\[|[a-z0-9_-]+ = )", r"\1", example, flags=re.MULTILINE))
+    parse(example)
+    defaults = to_builtins(resolved("[npu.bh]"))
+    for section, option in (("node", "id"), ("api", "group"), ("peers", "key_file"), ("peers", "static")):
+        del shown[section][option], defaults[section][option]  # examples: their defaults are the host's name, or none
+    assert shown == defaults
 
 
 def test_the_facts_of_this_host() -> None:

@@ -164,6 +164,7 @@ def test_the_tightest_group_above_the_process_decides(tmp_path: Path) -> None:
     assert (room.free, room.limit) == (150 * MIB, 1000 * MIB)
     assert "system.slice/memory.max" in room.what
     assert "MemoryMax" in room.fix
+    assert limits.memory_limit(tmp_path) == 1000 * MIB
 
 
 def test_a_container_sees_its_limit_at_the_top(tmp_path: Path) -> None:
@@ -180,10 +181,13 @@ def test_version_one_groups_count_too(tmp_path: Path) -> None:
     }
     lines = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/x\n"
     assert limits.available_memory(system(tmp_path, cgroup=lines, files=files)).free == 16 * MIB
+    assert limits.memory_limit(tmp_path) == 512 * MIB
 
 
 def test_a_system_that_tells_nothing_sets_no_limit(tmp_path: Path) -> None:
     assert limits.available_memory(tmp_path).free >= 1 << 60
+    assert limits.memory_limit(tmp_path) >= 1 << 60
+    assert limits.huge_page_bytes(tmp_path) == 0
     assert limits.huge_page_size(tmp_path) == 0
     assert limits.free_huge_pages(2 * MIB, tmp_path) == 0
     assert not limits.transparent_shared(tmp_path)

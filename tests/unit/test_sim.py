@@ -19,6 +19,7 @@ from kvd.sim.cluster import Cluster
 from kvd.sim.network import Nic, Piece
 from kvd.sim.report import summarise, to_json
 from kvd.sim.workload import MODELS, Scenario, Shape, requests, synthetic_importance, wanted
+from kvd_client.spec import MAX_TOKENS
 
 SMALL = Scenario(
     model="small",
@@ -31,6 +32,13 @@ SMALL = Scenario(
     prefill_rate=2000.0,
     step_s=0.05,
 )
+
+
+def test_long_prompts_are_as_long_as_was_asked() -> None:
+    long = dataclasses.replace(SMALL, prompt_tokens=4 << 20, prompt_sigma=0.1)
+    assert min(request.tokens for request in requests(long)) > 2 << 20
+    longest = dataclasses.replace(long, prompt_tokens=MAX_TOKENS)
+    assert max(request.tokens for request in requests(longest)) == MAX_TOKENS
 
 
 def test_calls_come_by_time_and_then_in_the_order_asked() -> None:
@@ -94,9 +102,9 @@ def test_every_request_ends_and_everything_is_given_back(mode: str, speculative:
     measured = cluster.run()
     assert len(measured) == cluster.arrived == len(list(requests(SMALL))) > 5
     assert {one.code for one in measured} == {"OK"}
-    for host in cluster.prefill + cluster.decode:
-        assert not host.parts
-        assert not host.core.unfinished
+    for node in cluster.prefill + cluster.decode:
+        assert not node.parts
+        assert not node.core.unfinished
     assert cluster.running == 0
     for one in measured:
         assert 0 < one.prefill_s <= one.ttft_s + 1e-9

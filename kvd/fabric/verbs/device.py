@@ -61,7 +61,6 @@ class Device:
         self.reads_out = min(16, int(limits.max_qp_init_rd_atom))
         self.reads_in = min(16, int(limits.max_qp_rd_atom))
         self.max_region = int(limits.max_mr_size)
-        self.max_scatter = int(limits.max_sge)
         table = [
             (int(entry.gid_index), entry.gid_str(), entry.gid_type == ib.GID_ROCE_V2)
             for entry in self.context.query_gid_table(port.gid_tbl_len)

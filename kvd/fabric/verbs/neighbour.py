@@ -31,7 +31,6 @@ _NUD_VALID = 0xDE
 _IP_UNICAST_IF, _IPV6_UNICAST_IF = 50, 76
 _DISCARD = 9
 """The port of the datagram: nobody listens, and any answer goes unread."""
-_ENOENT = 2
 
 
 class Unanswered(Exception):

@@ -54,7 +54,7 @@ class Part:
     """Source: bulk writes by number, until they are confirmed."""
 
 
-class Host:
+class Node:
     """A node of the cluster."""
 
     def __init__(self, clock: Clock, name: str, settings: Settings, rate: float, delay_s: float) -> None:
@@ -62,10 +62,10 @@ class Host:
         self.nic = Nic(clock, rate, delay_s)
         self.core = TransferCore(name, f"{name}-boot", settings)
         self.parts: dict[int, Part] = {}
-        self.hosts: dict[str, Host] = {}
+        self.nodes: dict[str, Node] = {}
         """All nodes by name; filled by the cluster."""
         self._clock = clock
-        self._sessions: dict[ev.SessionId, tuple[Host, ev.SessionId]] = {}
+        self._sessions: dict[ev.SessionId, tuple[Node, ev.SessionId]] = {}
         """The far node and its number of the same session."""
         self._by_node: dict[str, ev.SessionId] = {}
         self._numbers = 0
@@ -151,7 +151,7 @@ class Host:
     # --- instructions ---------------------------------------------------------------------------------------------
 
     def _connect(self, instruction: do.Connect) -> None:
-        peer = self.hosts[instruction.node]
+        peer = self.nodes[instruction.node]
         number = self._by_node.get(peer.name)
         wait = TURN_S
         if number is None:
@@ -161,7 +161,7 @@ class Host:
             wait = 4 * self.nic.delay_s  # the connection, and the handshake
         self._clock.after(wait, self.feed, ev.SessionReady(instruction.transfer, number, peer.name))
 
-    def _session(self, peer: Host) -> ev.SessionId:
+    def _session(self, peer: Node) -> ev.SessionId:
         self._numbers += 1
         self._by_node[peer.name] = self._numbers
         return self._numbers
