@@ -21,10 +21,10 @@ BATCHES = 3
 BATCH_LEAST, BATCH_MOST, BATCH_S = 1 << 20, 16 << 20, 0.02
 """Layers that are ready go together, for so many seconds of the link's time, and within these bytes."""
 
-BATCH_FIRST_S, BATCH_GROWTH = 0.003, 3
-"""Fewer while nothing is on its way, since the link waits until they are regrouped: as it takes for so long, which is
-enough for the next batch to be there in time. Then so many times as many as in the batch ahead, since regrouping takes
-a fraction of the time that sending takes."""
+BATCH_FIRST_S, BATCH_GROWTH = 0.004, 2
+"""Fewer while nothing is on its way, since the link waits until they are regrouped: what it takes in so long, so that
+the next batch can be there in time. Then so many times as many as in the batch ahead: regrouping takes a fraction of
+the time that sending takes, but on two processors it is the sending thread's."""
 
 METADATA = "metadata"
 """In the accounts, beside the names of the paths."""

@@ -124,13 +124,13 @@ def test_layers_arrive_together() -> None:
     [
         (0.0, [1 << 20] * 4),  # nothing is known of the link yet
         (12.5e6, [1 << 20] * 4),
-        (125e6, [1 << 20, 2_500_000, 2_500_000, 2_500_000]),
-        (600e6, [1_800_000, 5_400_000, 12_000_000, 12_000_000]),
-        (1.25e9, [3_750_000, 11_250_000, 16 << 20, 16 << 20]),
+        (125e6, [1 << 20, 2 << 20, 2_500_000, 2_500_000]),
+        (600e6, [2_400_000, 4_800_000, 9_600_000, 12_000_000]),
+        (1.25e9, [5_000_000, 10_000_000, 16 << 20, 16 << 20]),
     ],
 )
 def test_batches_grow_with_what_is_ahead(rate: float, turns: list[int]) -> None:
-    """The first one is 3 ms of the link's time, and the others, with that before still on its way, grow up to 20 ms."""
+    """The first one is 4 ms of the link's time, and the others, with that before still on its way, grow up to 20 ms."""
     part: Any = SimpleNamespace(queue=SimpleNamespace(unit="layer"), writes=set())
     link = Link(window=64 << 20)
     link.estimate.rate = rate
