@@ -59,9 +59,13 @@ class Mover:
         token = b""
         try:
             with record.holding():
-                masks = None if pulled else moving.masks_of(record, instruction)
-                room = masks.nbytes if masks is not None else 0
-                plans = await moving.stage(self._pool, self._turn, move, record, instruction.layers, room)
+                async with self._turn:
+                    # The link gets what the batch before has submitted first: the loop has its own turn for that.
+                    await asyncio.sleep(0)
+                    move.check()
+                    masks = None if pulled else moving.masks_of(record, instruction)
+                    room = masks.nbytes if masks is not None else 0
+                    plans = await moving.stage(self._pool, move, record, instruction.layers, room)
                 self._submit(ev.Regrouped(transfer, write))
                 if masks is None:
                     token = moving.offer(move, session)

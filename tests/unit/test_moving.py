@@ -69,7 +69,7 @@ async def test_all_is_staged(record: Any, pool: Pool, monkeypatch: pytest.Monkey
             await asyncio.sleep(0)
 
     other = asyncio.create_task(others())
-    await moving.stage(pool, asyncio.Lock(), move, record, LAYERS)
+    await moving.stage(pool, move, record, LAYERS)
     await other
     assert move.staging is not None
     assert bytes(move.staging.memory[: move.nbytes]) == regrouped(record)
@@ -77,6 +77,25 @@ async def test_all_is_staged(record: Any, pool: Pool, monkeypatch: pytest.Monkey
     assert bool(threads) == (not few)
     # K and V of two layers, 90 tokens, 2 heads of 64 elements in bfloat16: 90 KiB in turns of 4 KiB and a bit
     assert turns >= (16 if few else 1)
+
+
+async def test_turns_end_between_plans_too(record: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small plans, as of a batch of many rows, are not regrouped at once because each of them would be."""
+    monkeypatch.setattr(moving, "few_processors", lambda: True)
+    (plan,) = record.route.plan(LAYERS)
+    record.route = SimpleNamespace(plan=lambda layers: [plan] * 5)
+    done: list[int] = []
+    monkeypatch.setattr(moving, "in_turns", lambda plan, *more: iter(done.append(plan.staging_bytes) or ()))
+    monkeypatch.setattr(moving, "TURN_BYTES", 2 * plan.staging_bytes)
+    move = Move()
+    staged = asyncio.create_task(moving.stage(pool, move, record, LAYERS))
+    seen = set()
+    while not staged.done():
+        await asyncio.sleep(0)
+        seen.add(len(done))
+    assert seen == {2, 4, 5}
+    assert move.nbytes == 5 * plan.staging_bytes
+    await moving.withdraw(move)
 
 
 async def test_a_move_that_is_cancelled_between_turns_stops(
@@ -92,7 +111,7 @@ async def test_a_move_that_is_cancelled_between_turns_stops(
         move.cancel()
 
     with pytest.raises(Aborted):
-        await asyncio.gather(moving.stage(pool, asyncio.Lock(), move, record, LAYERS), cancel())
+        await asyncio.gather(moving.stage(pool, move, record, LAYERS), cancel())
     assert move.staging is not None
     staged, whole = bytes(move.staging.memory), regrouped(record)
     assert staged[: len(whole)] != whole
@@ -111,7 +130,7 @@ async def test_block_formats_are_regrouped_in_a_thread(
     monkeypatch.setattr(moving, "few_processors", lambda: True)
     threads: list[Any] = []
     monkeypatch.setattr(moving.asyncio, "to_thread", recording(asyncio.to_thread, threads))
-    await moving.stage(pool, asyncio.Lock(), Move(), record, LAYERS)
+    await moving.stage(pool, Move(), record, LAYERS)
     assert threads
 
 
@@ -203,7 +222,7 @@ async def test_masks_follow_all_bytes_of_a_batch(record: Any, pool: Pool, severa
     record.sink = SimpleNamespace(target=SimpleNamespace(grants=grants), layout=LAYOUT, sink=7, grant=b"lease")
     instruction = do.WriteTensors(3, 1, 5, Path.PROACTIVE, tuple(LAYERS), 1)
     masks, move, wire = moving.masks_of(record, instruction), Move(), Wire(several)
-    plans = await moving.stage(pool, asyncio.Lock(), move, record, LAYERS, masks.nbytes)
+    plans = await moving.stage(pool, move, record, LAYERS, masks.nbytes)
     staging = move.staging
     assert staging is not None
     assert bytes(staging.memory[: move.nbytes]) == regrouped(record)
