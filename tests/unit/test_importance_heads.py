@@ -252,8 +252,8 @@ def taken(chosen: Policy, rows: int, shares: Any = None) -> list[tuple[int, int,
         for layer in range(2, LAYERS):
             assert queue.rank(layer, shares, 0.5)
     found = []
-    while handed := queue.take(1 << 16):
-        found += [(layer, r.row, token) for layer, ranges in handed for r in ranges for token in range(r.start, r.stop)]
+    while some := handed(queue, 1 << 16):
+        found += some
     return found
 
 
@@ -289,6 +289,42 @@ def test_classes_never_come_before_the_least() -> None:
     step = len(worth) // 8
     means = [np.mean(worth[at : at + step]) for at in range(0, len(worth), step)]
     assert means == sorted(means, reverse=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_token_goes_once_whatever_is_ranked_meanwhile(data: st.DataObject) -> None:
+    lengths = (37, 37, 90, 90)  # two sequences of two heads
+    known = Profiled(ImportanceMatrix(np.random.default_rng(2).random((4, 50)), HeadImportance(split().values[:4])))
+    chosen = choose_policy("speculative", Selective(), known, layers=4, lengths=lengths, token_bytes=8, heads=(0, 2))
+    spec = KVSpec(layers=4, kv_heads=2, entry_bytes=8, dtype="float16", model="m")
+    queue = SendQueue(part_layout(spec, heads=2, rows=2, capacity=90, mask="head"), lengths, chosen)
+    ready = [(layer, row, at) for layer in range(4) for row in range(4) for at in range(0, lengths[row], 13)]
+    data.draw(st.randoms(use_true_random=False)).shuffle(ready)
+    gone: list[tuple[int, int, int]] = []
+    for number, (layer, row, at) in enumerate(ready):
+        queue.add([(layer, TokenRange(row, at, min(at + 13, lengths[row])))])
+        if number % 5 == 0:
+            shares = np.random.default_rng(number).random((4, 7), np.float32)
+            queue.rank(data.draw(st.integers(0, 3)), shares, 0.85)
+        if data.draw(st.booleans()):
+            gone += handed(queue, data.draw(st.integers(1, 400)))
+    queue.finish()
+    queue.window()
+    while some := handed(queue, 200):
+        gone += some
+    assert sorted(gone) == [(layer, row, t) for layer in range(4) for row in range(4) for t in range(lengths[row])]
+    assert queue.pending_tokens == 0
+
+
+def handed(queue: SendQueue, room: int) -> list[tuple[int, int, int]]:
+    """(layer, row, token) of the next turn."""
+    return [
+        (layer, each.row, token)
+        for layer, ranges in queue.take(room)
+        for each in ranges
+        for token in range(each.start, each.stop)
+    ]
 
 
 def test_what_the_prompt_selects_counts_against_what_each_head_does() -> None:
