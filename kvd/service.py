@@ -358,6 +358,7 @@ class Service:
             heads=layout.kv_heads,
             steps=request.steps,
             counts=request.counts,
+            by_head=request.by_head,
             blocks=request.blocks,
             asked=request.asked,
             source=self._engine.core.parts[request.transfer].peer,

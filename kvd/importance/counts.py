@@ -78,15 +78,15 @@ class SelectionCounts:
         self.selected += other.selected
         self.chances += other.chances
 
-    def matrix(self) -> ImportanceMatrix:
-        """The importance as counted so far.
+    def matrix(self, heads: HeadCounts | None = None) -> ImportanceMatrix:
+        """The importance as counted so far, with how ``heads`` differ.
 
         A block without chances (every prompt had fewer tokens than blocks) takes the value of the block before it,
         which had the token at its position; a layer without any counts is 0.
         """
         values = _rates(self.selected, self.chances)
         values[:ALWAYS_LAYERS] = 0
-        return ImportanceMatrix(values)
+        return ImportanceMatrix(values, None if heads is None else heads.importance())
 
     def _check(self, layer: int, length: int, heads: int, steps: int) -> None:
         if not 0 <= layer < self.layers:

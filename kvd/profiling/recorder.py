@@ -243,4 +243,4 @@ class _GroupCounts:
             self.of_heads(other.selected.shape[1]).merge(other)
 
     def matrix(self) -> ImportanceMatrix:
-        return self.selections.matrix().with_heads(None if self.heads is None else self.heads.importance())
+        return self.selections.matrix(self.heads)
