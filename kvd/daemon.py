@@ -309,6 +309,7 @@ class Daemon:
         core = self._engine.core
         peers = self._peers.statuses()
         reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state != "connected" and peer.error]
+        reasons += [peer.trouble for peer in peers if peer.trouble]
         reasons += [trouble for trouble in (logs.trouble(), *self._troubles.values()) if trouble]
         if core.draining:
             reasons.append("draining: new transfers are refused")

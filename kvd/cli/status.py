@@ -165,8 +165,7 @@ def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
     yield table[0]
     for peer, line in zip(peers, table[1:], strict=True):
         yield line
-        if peer.error:
-            yield clip(f"  ! {peer.error}", width)
+        yield from (clip(f"  ! {text}", width) for text in (peer.error, peer.trouble) if text)
 
 
 def _transfers(transfers: Sequence[TransferStatus], width: int) -> Iterator[str]:

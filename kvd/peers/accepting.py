@@ -81,6 +81,7 @@ class Accepting:
                         f"node {self._node} has {MAX_SESSIONS} sessions, its limit; end some of them first",
                         retry_after_s=1.0,
                     )
+                self._table.check_claim(event.node, event.boot, event.address or source)
                 self._table.end_earlier_runs(event.node, event.boot)
                 joining = event
                 await unless_ended(link, self._join(event, link, incoming, source))

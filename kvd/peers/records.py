@@ -10,6 +10,8 @@ from kvd.peers.session import PeerSession
 from kvd.types import NodeId
 from kvd_client.statuses import PeerStatus
 
+RIVAL_S = 150.0
+"""How long a second daemon with a peer's id is told of after its last attempt; it tries once a minute or oftener."""
 MAX_STRANGERS = 4096
 """Nodes that are remembered though they are not configured; the oldest are forgotten first."""
 
@@ -25,6 +27,8 @@ class _Record:
     """When it was lost, or could not be reached for the first time; ``None``: nothing is wrong."""
     bytes_sent: int = 0
     bytes_received: int = 0
+    rival: tuple[str, float] = "", 0.0
+    """A second daemon that goes by this node's id, and when it came."""
     avoided: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
     """Fabrics that did not work on the way to it: why, and until when they are not offered to it."""
 
@@ -65,6 +69,10 @@ class Records:
         if record.since is None:
             record.since = self._now()
         return record.failures
+
+    def rival(self, node: NodeId, text: str) -> None:
+        """A connected node's id was claimed by another daemon."""
+        self._records[node].rival = text, self._now()
 
     def avoid(self, node: NodeId, address: str, fabric: str, reason: str, until: float) -> None:
         """A fabric does not work on the way to the node, which is proven; offer it again from ``until`` on."""
@@ -115,5 +123,6 @@ class Records:
             bytes_sent=record.bytes_sent + sum(s.endpoint.counters.bytes_sent for s in sessions),
             bytes_received=record.bytes_received + sum(s.endpoint.counters.bytes_received for s in sessions),
             error="; ".join(reason for reason, _ in record.avoided.values()) if live else error,
+            trouble=record.rival[0] if self._now() - record.rival[1] < RIVAL_S else "",
             down_s=0.0 if live or record.since is None else self._now() - record.since,
         )
