@@ -318,6 +318,8 @@ class Daemon:
         counters["bytes_received"] = self._engine.bytes_received
         learner = self._profiles.learner
         counters |= learner.counters if learner is not None else {}
+        counters |= {f"requests_failed_{code}": count for code, count in self._api.failures.items()}
+        counters |= self._peers.counters
         counters["checksum_errors"] = sum(fabric.checksum_errors for fabric in self._fabrics)
         return api.Status(
             node=self.node,

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from kvd_client.statuses import (
 EXIT_OK, EXIT_DEGRADED = 0, 1
 BAR = 20
 MAX_TRANSFERS = 50
+_REQUESTS = "requests_failed_"
 MIN_WIDTH = 74
 NARROWEST = 8
 FINGERPRINT = 12
@@ -121,6 +123,7 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield from _field("memory", _memory(found.memory), width)
     yield from _field("sent", _by_path(found.counters, "bytes_sent_"), width)
     yield from _field("tensors", _moved(found.counters), width)
+    yield from _field("failed", _failed(found.counters), width)
     yield ""
     yield from _peers(found.peers, width)
     yield ""
@@ -150,6 +153,22 @@ def _memory(memory: MemoryStatus) -> list[str]:
         f"{about(memory.registered)} registered of {about(memory.limit)}",
         "huge pages" if memory.huge_pages else "small pages",
     ]
+
+
+def _failed(counters: Mapping[str, int]) -> list[str]:
+    """What did not work since the start: transfers and requests of processes by code, dials, connections refused."""
+    ended: Counter[str] = Counter()
+    for name, count in counters.items():
+        for prefix in ("transfers_ended_source_", "transfers_ended_sink_"):
+            if name.startswith(prefix) and not name.endswith("_OK"):
+                ended[name.removeprefix(prefix)] += count
+    asked = {name.removeprefix(_REQUESTS): count for name, count in counters.items() if name.startswith(_REQUESTS)}
+    items = [f"{code} {count}" for code, count in sorted(ended.items())]
+    items += [f"requests {code} {count}" for code, count in sorted(asked.items())]
+    for name, what in (("dials_failed", "dials"), ("connections_refused", "strangers")):
+        if count := counters.get(name, 0):
+            items.append(f"{what} {count}")
+    return items
 
 
 def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:

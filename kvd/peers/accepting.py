@@ -129,4 +129,5 @@ class Accepting:
             error = ProtocolError("the handshake was not finished in time")
         if link is not None:
             link.end(error if isinstance(error, KvdError) else PeerLost(str(error)), tell=True)
+        self._records.counters["connections_refused"] += 1
         self._log.warning("connection of a peer refused", source=source, reason=str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from kvd.peers.session import PeerSession
@@ -38,6 +39,7 @@ class Records:
 
     def __init__(self, addresses: Mapping[NodeId, str], now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self.counters = Counter(dials_failed=0, connections_refused=0, sessions_lost=0)
         self._configured = frozenset(addresses)
         self._records = {node: _Record(address) for node, address in addresses.items()}
 
@@ -65,6 +67,7 @@ class Records:
         """An attempt to connect has failed; how many have since the last session."""
         record = self._records[node]
         record.failures += 1
+        self.counters["dials_failed"] += 1
         record.error = str(error)
         if record.since is None:
             record.since = self._now()
@@ -90,6 +93,7 @@ class Records:
 
     def ended(self, session: PeerSession) -> None:
         """A session has ended; its counters have their last values."""
+        self.counters["sessions_lost"] += 1
         record = self._records.get(session.node)
         if record is not None:
             record.bytes_sent += session.endpoint.counters.bytes_sent
