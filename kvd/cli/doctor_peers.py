@@ -69,7 +69,8 @@ FIXES = {
     "PEER_UNREACHABLE": "on that host: systemctl status kvd, and peers.listen in its kvd.toml; here: the address, the "
     "route and the firewall between the two",
     "AUTHENTICATION_FAILED": "the same key on both: compare `sha256sum` of peers.key_file",
-    "FINGERPRINT_MISMATCH": "the right address here, or the same release, security.level and security.checksums on both, and a fabric in common",
+    "FINGERPRINT_MISMATCH": "the right address here; or the same release, security.level and checksums on both, and "
+    "a fabric in common",
     "VERSION_MISMATCH": "the same release on both",
     "PROTOCOL": "is it kvd that listens there?",
 }
