@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 
-from kvd.errors import Busy, FabricError, KvdError, PeerLost, ProtocolError
+from kvd.errors import AuthenticationFailed, Busy, FabricError, KvdError, PeerLost, ProtocolError
 from kvd.peers import sockets
 from kvd.peers.bringup import SessionBuilder, failure_of, shutting_down, unless_ended
 from kvd.peers.config import PeersConfig
@@ -100,6 +100,10 @@ class Accepting:
             for sock in (*opened, *incoming.streams.values()):
                 sock.close()
             if error is not None:
+                if machine.stray and isinstance(error, AuthenticationFailed):
+                    error = ProtocolError(
+                        "a lane of no session that is here; of one that was refused just before, see there"
+                    )
                 self._refused(source, link, error)
 
     async def _join(self, peer: Established, link: ControlLink, incoming: _Incoming, source: str) -> PeerSession:
