@@ -259,6 +259,7 @@ class Daemon:
         core = self._engine.core
         peers = self._peers.statuses()
         reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state != "connected" and peer.error]
+        reasons += [peer.trouble for peer in peers if peer.trouble]
         learnt_trouble = self._learnt.trouble if self._learnt is not None else ""
         reasons += [trouble for trouble in (logs.trouble(), self._keys_trouble, learnt_trouble) if trouble]
         if core.draining:
@@ -268,6 +269,8 @@ class Daemon:
         counters["bytes_received"] = self._engine.bytes_received
         learner = self._profiles.learner
         counters |= learner.counters if learner is not None else {}
+        counters |= {f"requests_failed_{code}": count for code, count in self._api.failures.items()}
+        counters |= self._peers.counters
         counters["checksum_errors"] = sum(fabric.checksum_errors for fabric in self._fabrics)
         return api.Status(
             node=self.node,

@@ -44,6 +44,8 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     down_s: float = 0.0
     """How long ago it was lost, or could not be reached for the first time; 0 while it is connected, and where nobody
     has tried."""
+    trouble: str = ""
+    """What is wrong though it may be connected: a second daemon goes by its id."""
 
 
 class MemoryStatus(msgspec.Struct, kw_only=True):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import select
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -21,7 +22,17 @@ from kvd.api.outbox import Outbox
 from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.errors import Busy, KvdError, ProtocolError, VersionMismatch
 from kvd_client.framing import decode_request, encode
-from kvd_client.protocol import MAX_FRAME, PROTOCOL_VERSION, Failure, Hello, Reply, Request, Welcome
+from kvd_client.protocol import (
+    MAX_FRAME,
+    PROTOCOL_VERSION,
+    Failure,
+    Fetch,
+    GetStatus,
+    Hello,
+    Reply,
+    Request,
+    Welcome,
+)
 from kvd_client.ring import EVENT_IDLE, EVENT_LAYER_READY, EVENT_METADATA_READY
 
 _KINDS = (EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY)
@@ -43,6 +54,8 @@ class Context:
     """May raise a :class:`KvdError` to refuse."""
     gone: Callable[[ClientSession], None]
     """The session has ended, ``client_lost`` included."""
+    failures: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Requests that failed, by code."""
 
 
 class ClientSession:
@@ -54,6 +67,8 @@ class ClientSession:
         self.name = ""
         self.closed = False
         self.welcomed = False
+        self.looks_only = False
+        """It is one above the limit, and may ask for the status, nothing else."""
         self._context = context
         self._sock = sock
         self._outbox = Outbox(context.loop, sock, context.limits.write_buffer, stuck=self.close, left=self._left)
@@ -211,6 +226,8 @@ class ClientSession:
                     requests=len(self._tasks),
                     retry_after_s=RETRY_S,
                 )
+            if self.looks_only and type(request) is not GetStatus:
+                raise Busy("this connection was admitted above the limit, for the status only", retry_after_s=1.0)
             answer = context.service.handle(self, request)
         except Exception as error:
             self._fail(number, request, error)
@@ -246,11 +263,24 @@ class ClientSession:
     def _fail(self, number: int, request: Request, error: BaseException) -> None:
         if isinstance(error, KvdError):
             failure = Failure(id=number, code=error.code, message=error.message, fields=error.fields)
+            # A fetch fails with its transfer, whose end has a line of its own.
+            if type(request) is not Fetch:
+                self._context.log.warning(
+                    "request refused",
+                    request=getattr(request, "request", ""),
+                    kind=type(request).__name__,
+                    code=error.code,
+                    reason=error.message,
+                    client=self.id,
+                    name=self.name,
+                    pid=self.pid,
+                )
         else:
             name = type(request).__name__
             self._context.log.exception("request failed", request=name, client=self.id, exc_info=error)
             message = f"{name} failed inside the daemon ({type(error).__name__}); see its log"
             failure = Failure(id=number, code=KvdError.code, message=message)
+        self._context.failures[failure.code] += 1
         self._send(failure, ())
 
     # --- frames out -----------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def metrics(
 
 @app.command()
 def doctor(config: ConfigFile = None) -> None:
-    """Find what keeps RDMA from working on this host. Exit code: 0 nothing, 1 something."""
+    """Find what keeps RDMA, cards and peers from working with this host. Exit code: 0 nothing, 1 something."""
     from kvd.cli import doctor as command
 
     raise typer.Exit(command.doctor(config))

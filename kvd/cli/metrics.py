@@ -176,7 +176,13 @@ def _transfers(status: Status) -> Iterator[tuple[str, str, str, Iterable[Sample]
     yield "kvd_sent_by_path_bytes_total", "counter", "The same by what made them go.", paths
     regrouped: list[Sample] = [({}, counters["regroup_us"] / 1e6)] if "regroup_us" in counters else []
     yield "kvd_regroup_seconds_total", "counter", "Time that regrouping for device layouts took.", regrouped
-    shown = ("transfers_", "bytes_", "regroup_us")
+    failed = [
+        ({"code": name.removeprefix("requests_failed_")}, float(count))
+        for name, count in sorted(counters.items())
+        if name.startswith("requests_failed_")
+    ]
+    yield "kvd_requests_failed_total", "counter", "Requests of local processes that failed, by code.", failed
+    shown = ("transfers_", "bytes_", "regroup_us", "requests_failed_")
     for name, count in sorted(counters.items()):
         if not name.startswith(shown):
             yield f"kvd_{name}_total", "counter", f"The daemon's counter {name}.", [({}, float(count))]

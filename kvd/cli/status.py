@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from kvd_client.statuses import (
 EXIT_OK, EXIT_DEGRADED = 0, 1
 BAR = 20
 MAX_TRANSFERS = 50
+_REQUESTS = "requests_failed_"
 MIN_WIDTH = 74
 NARROWEST = 8
 FINGERPRINT = 12
@@ -121,6 +123,7 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield from _field("memory", _memory(found.memory), width)
     yield from _field("sent", _by_path(found.counters, "bytes_sent_"), width)
     yield from _field("tensors", _moved(found.counters), width)
+    yield from _field("failed", _failed(found.counters), width)
     yield ""
     yield from _peers(found.peers, width)
     yield ""
@@ -152,6 +155,22 @@ def _memory(memory: MemoryStatus) -> list[str]:
     ]
 
 
+def _failed(counters: Mapping[str, int]) -> list[str]:
+    """What did not work since the start: transfers and requests of processes by code, dials, connections refused."""
+    ended: Counter[str] = Counter()
+    for name, count in counters.items():
+        for prefix in ("transfers_ended_source_", "transfers_ended_sink_"):
+            if name.startswith(prefix) and not name.endswith("_OK"):
+                ended[name.removeprefix(prefix)] += count
+    asked = {name.removeprefix(_REQUESTS): count for name, count in counters.items() if name.startswith(_REQUESTS)}
+    items = [f"{code} {count}" for code, count in sorted(ended.items())]
+    items += [f"requests {code} {count}" for code, count in sorted(asked.items())]
+    for name, what in (("dials_failed", "dials"), ("connections_refused", "strangers")):
+        if count := counters.get(name, 0):
+            items.append(f"{what} {count}")
+    return items
+
+
 def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
     if not peers:
         yield "no peers"
@@ -165,8 +184,7 @@ def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
     yield table[0]
     for peer, line in zip(peers, table[1:], strict=True):
         yield line
-        if peer.error:
-            yield clip(f"  ! {peer.error}", width)
+        yield from (clip(f"  ! {text}", width) for text in (peer.error, peer.trouble) if text)
 
 
 def _transfers(transfers: Sequence[TransferStatus], width: int) -> Iterator[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from kvd.peers.session import PeerSession
 from kvd.types import NodeId
 from kvd_client.statuses import PeerStatus
 
+RIVAL_S = 150.0
+"""How long a second daemon with a peer's id is told of after its last attempt; it tries once a minute or oftener."""
 MAX_STRANGERS = 4096
 """Nodes that are remembered though they are not configured; the oldest are forgotten first."""
 
@@ -25,6 +28,8 @@ class _Record:
     """When it was lost, or could not be reached for the first time; ``None``: nothing is wrong."""
     bytes_sent: int = 0
     bytes_received: int = 0
+    rival: tuple[str, float] = "", 0.0
+    """A second daemon that goes by this node's id, and when it came."""
     avoided: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
     """Fabrics that did not work on the way to it: why, and until when they are not offered to it."""
 
@@ -34,6 +39,7 @@ class Records:
 
     def __init__(self, addresses: Mapping[NodeId, str], now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self.counters = Counter(dials_failed=0, connections_refused=0, sessions_lost=0)
         self._configured = frozenset(addresses)
         self._records = {node: _Record(address) for node, address in addresses.items()}
 
@@ -61,10 +67,15 @@ class Records:
         """An attempt to connect has failed; how many have since the last session."""
         record = self._records[node]
         record.failures += 1
+        self.counters["dials_failed"] += 1
         record.error = str(error)
         if record.since is None:
             record.since = self._now()
         return record.failures
+
+    def rival(self, node: NodeId, text: str) -> None:
+        """A connected node's id was claimed by another daemon."""
+        self._records[node].rival = text, self._now()
 
     def avoid(self, node: NodeId, address: str, fabric: str, reason: str, until: float) -> None:
         """A fabric does not work on the way to the node, which is proven; offer it again from ``until`` on."""
@@ -82,6 +93,7 @@ class Records:
 
     def ended(self, session: PeerSession) -> None:
         """A session has ended; its counters have their last values."""
+        self.counters["sessions_lost"] += 1
         record = self._records.get(session.node)
         if record is not None:
             record.bytes_sent += session.endpoint.counters.bytes_sent
@@ -115,5 +127,6 @@ class Records:
             bytes_sent=record.bytes_sent + sum(s.endpoint.counters.bytes_sent for s in sessions),
             bytes_received=record.bytes_received + sum(s.endpoint.counters.bytes_received for s in sessions),
             error="; ".join(reason for reason, _ in record.avoided.values()) if live else error,
+            trouble=record.rival[0] if self._now() - record.rival[1] < RIVAL_S else "",
             down_s=0.0 if live or record.since is None else self._now() - record.since,
         )

@@ -170,6 +170,26 @@ async def test_a_peer_that_is_back_is_connected_again_though_nobody_asks(start):
 
 
 @both_loops
+async def test_a_second_daemon_with_a_peers_id_is_refused_and_told_of(start, logged):
+    """A cloned machine. On one host it is a restart, and the old run's sessions end."""
+    b = await start("b")
+    a = await start("a", peers={"b": b.address}, advertise="10.0.0.1:7440")
+    session = await a.peers.session("b")
+    clone = await start("a", peers={"b": b.address}, advertise="10.0.0.99:7440")
+    with pytest.raises(PeerUnreachable, match="two daemons go by the id a: one at 10"):
+        await clone.peers.session("b")
+    (status,) = b.peers.statuses()
+    assert (status.state, status.boot, session.error) == ("connected", a.peers.boot, None)
+    assert "one at 10.0.0.99:7440, refused" in status.trouble
+    restarted = await start("a", peers={"b": b.address}, advertise="10.0.0.1:7441")
+    await restarted.peers.session("b")
+    await lost(a, session, PeerLost)
+    assert b.peers.statuses()[0].boot == restarted.peers.boot
+    # The clone's lanes come behind its refusal, and are no matter of keys.
+    assert not [entry for entry in logged.entries if "AUTHENTICATION" in str(entry.get("reason", ""))]
+
+
+@both_loops
 async def test_attempts_that_nobody_asked_for_get_rarer_and_say_a_thing_once(start, logged):
     address = f"127.0.0.1:{free_port()}"
     a = await start("a", peers={"b": address}, listen="", redial_s=0.001)

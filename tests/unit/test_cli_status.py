@@ -211,6 +211,28 @@ def test_filled_lines_keep_every_item(items: list[str], width: int) -> None:
     assert all(len(line) <= width for line in lines)
 
 
+def test_what_failed_is_shown_by_code() -> None:
+    counters = {
+        "transfers_ended_source_OK": 9,
+        "transfers_ended_source_PEER_LOST": 2,
+        "transfers_ended_sink_PEER_LOST": 1,
+        "requests_failed_OUT_OF_MEMORY": 12,
+        "dials_failed": 3,
+        "connections_refused": 0,
+    }
+    lines = list(render(replace(STATUS, counters=counters)))
+    assert "  failed   PEER_LOST 3, requests OUT_OF_MEMORY 12, dials 3" in lines
+    assert not [line for line in render(STATUS) if line.startswith("  failed")]
+
+
+def test_a_peer_that_is_down_says_since_when_and_one_of_two_names_says_so() -> None:
+    down = replace(PEER, state="down", error="PEER_LOST: gone", down_s=185.0, trouble="two daemons go by the id b")
+    lines = list(render(replace(STATUS, peers=[down])))
+    at = next(number for number, line in enumerate(lines) if line.startswith("PEER"))
+    assert "down 3m05s" in lines[at + 1]
+    assert lines[at + 2 : at + 4] == ["  ! PEER_LOST: gone", "  ! two daemons go by the id b"]
+
+
 def test_columns_shorten_only_what_may_be_shortened() -> None:
     rows = [("REQUEST", "AGE"), ("a" * 50, "1.0s"), ("b", "10s")]
     assert columns(rows, right=(1,), give=(0,), width=20) == [

@@ -58,6 +58,8 @@ STATUS = Status(
         "regroup_us": 1500,
         "checksum_errors": 0,
         "tensor_bytes": 64,
+        "requests_failed_BUSY": 5,
+        "dials_failed": 2,
     },
     devices=[
         DeviceStatus(
@@ -108,6 +110,8 @@ def test_what_an_alert_is_made_of() -> None:
     assert found['kvd_sent_by_path_bytes_total{path="on_demand"}'] == 40
     assert found["kvd_regroup_seconds_total"] == 0.0015
     assert found["kvd_checksum_errors_total"] == 0
+    assert found['kvd_requests_failed_total{code="BUSY"}'] == 5
+    assert found["kvd_dials_failed_total"] == 2
     assert found["kvd_memory_lent_bytes"] == 4096
     assert found['kvd_device_used_bytes{device="bh",channel="0"}'] == 512
     assert found['kvd_device_largest_common_bytes{device="bh"}'] == 512
