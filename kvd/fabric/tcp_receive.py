@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import time
 from collections.abc import Callable
 from hmac import compare_digest
 
@@ -48,8 +49,8 @@ STAGING_BYTES = 2 * (HEADER_BYTES + MAX_RUNS * RUN_BYTES + 3 * MAX_CHECK_BYTES)
 """Room for the longest header with descriptors, and more."""
 LOOKAHEAD_BYTES = 4096
 """How much is received of what follows a payload: enough for a header, little to copy if it is payload again."""
-BURST_BYTES = 1 << 20
-"""How much is received before the event loop gets its turn."""
+BURST_BYTES, BURST_S = 1 << 20, 0.001
+"""How much is received before the event loop gets its turn, and about how long that may take."""
 
 LOW_WATER_BYTES, LEAST_LOW_WATER_BYTES = 1 << 20, 64 << 10
 """How much of a payload is waited for (SO_RCVLOWAT), and the least for which that is worth a system call."""
@@ -119,7 +120,7 @@ class LaneIn:
         if self._records is not None:
             self._receive_records(self._records)
             return
-        budget = BURST_BYTES
+        budget, stop = BURST_BYTES, time.monotonic() + BURST_S
         while budget > 0 and not self._ended:
             if self._vector.remaining:
                 asked = self._vector.remaining + LOOKAHEAD_BYTES
@@ -136,12 +137,12 @@ class LaneIn:
                 raise FabricError("the peer closed the connection")
             budget -= n
             self._parse()
-            if n < asked:
-                break  # the socket is drained, most likely
+            if n < asked or time.monotonic() >= stop:
+                break  # in the first case the socket is drained, most likely
         self._set_low_water(self._vector.remaining)
 
     def _receive_records(self, records: RecordReader) -> None:
-        budget = BURST_BYTES
+        budget, stop = BURST_BYTES, time.monotonic() + BURST_S
         while budget > 0 and not self._ended:
             n, more = records.receive(self._fd)
             if n < 0:
@@ -151,7 +152,7 @@ class LaneIn:
             budget -= n
             while not self._ended and (nbytes := records.open()):
                 self._take(records.address, nbytes)
-            if not more:
+            if not more or time.monotonic() >= stop:
                 break
         self._set_low_water(records.missing)
 
