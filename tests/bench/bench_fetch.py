@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from kvd_client import Client, DecodeTransfer, KVSpec
+from kvd_client.spec import MASK_LOCAL
 from tests.integration.daemons import DaemonProcess
 from tests.integration.netns import two_hosts, why_not
 
@@ -112,14 +113,14 @@ def measure(source: Client, sink: Client, fetches: int, pids: tuple[int, int]) -
                     bulk.layer_ready(layer)
                 waiting.wait_ready(0, timeout_s=WAIT_S)
                 busy: list[float] = []
-                before, start = ready(waiting), time.perf_counter()
+                before, start = arrived(waiting), time.perf_counter()
                 while len(busy) < fetches and not waiting.poll_ready(BACKLOG.layers - 2):
                     busy.append(one(decode, rng))
-                rate = (ready(waiting) - before) * LAYER_BYTES / (time.perf_counter() - start)
+                rate = (arrived(waiting) - before) / (time.perf_counter() - start)
                 bulk.finish(wait=False)
                 waiting.wait_ready(timeout_s=WAIT_S)
             show("backlog", busy)
-            print(f"beside   {rate / 1e6:.0f} MB/s of bulk, to a layer")
+            print(f"beside   {rate / 1e6:.1f} MB/s of bulk")
             bound = 2 * quantile(idle, 0.99) + window_s
             print(
                 f"p99 beside the backlog {1e3 * quantile(busy, 0.99):.2f} ms; the mark is twice the idle p99 plus one "
@@ -153,9 +154,10 @@ def alone(source: Client, sink: Client, pids: tuple[int, int]) -> float:
     return nbytes / rate
 
 
-def ready(waiting: DecodeTransfer) -> int:
-    """How many layers of the backlog have arrived, in their order."""
-    return next((layer for layer in range(BACKLOG.layers) if not waiting.poll_ready(layer)), BACKLOG.layers)
+def arrived(waiting: DecodeTransfer) -> float:
+    """Bytes of the backlog that are in place."""
+    local = sum(int(np.count_nonzero(waiting.mask(layer) == MASK_LOCAL)) for layer in range(BACKLOG.layers))
+    return local / BACKLOG_TOKENS * LAYER_BYTES
 
 
 def in_flight(pids: tuple[int, int]) -> int:
