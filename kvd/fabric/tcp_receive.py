@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import socket
-import time
 from collections.abc import Callable
+from time import monotonic
 
 import numpy as np
 from kvd_kernels import copy_runs
@@ -116,7 +116,7 @@ class LaneIn:
         if self._records is not None:
             self._receive_records(self._records)
             return
-        budget, stop = BURST_BYTES, time.monotonic() + BURST_S
+        budget, stop = BURST_BYTES, monotonic() + BURST_S
         while budget > 0 and not self._ended:
             if self._vector.remaining:
                 asked = self._vector.remaining + LOOKAHEAD_BYTES
@@ -133,12 +133,12 @@ class LaneIn:
                 raise FabricError("the peer closed the connection")
             budget -= n
             self._parse()
-            if n < asked or time.monotonic() >= stop:
+            if n < asked or monotonic() >= stop:
                 break  # in the first case the socket is drained, most likely
         self._set_low_water(self._vector.remaining)
 
     def _receive_records(self, records: RecordReader) -> None:
-        budget, stop = BURST_BYTES, time.monotonic() + BURST_S
+        budget, stop = BURST_BYTES, monotonic() + BURST_S
         while budget > 0 and not self._ended:
             n, more = records.receive(self._fd)
             if n < 0:
@@ -148,7 +148,7 @@ class LaneIn:
             budget -= n
             while not self._ended and (nbytes := records.open()):
                 self._take(records.address, nbytes)
-            if not more or time.monotonic() >= stop:
+            if not more or monotonic() >= stop:
                 break
         self._set_low_water(records.missing)
 

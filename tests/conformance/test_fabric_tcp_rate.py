@@ -3,20 +3,22 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import socket
 import struct
 
 import pytest
 
 from kvd.errors import FabricError, InvalidArgument
-from kvd.fabric import frames, tcp_endpoint
+from kvd.fabric import frames, tcp_endpoint, tcp_receive
 from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
 from kvd.fabric.frames import HEADER_BYTES, Kind, Protection
 from kvd.fabric.tcp import TcpFabric
 from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S, PRIORITY, TURN_S
+from kvd.fabric.tcp_receive import BURST_S, LaneIn
 from kvd.fabric.tcp_send import LaneOut
 from kvd.types import Lane
-from tests.conformance.tcp_peer import Bringup, Peer, against_peer, lost, settle
+from tests.conformance.tcp_peer import Bringup, Peer, against_peer, lost, settle, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -106,6 +108,30 @@ async def test_urgent_goes_before_the_rest_of_what_the_kernel_takes_slowly(monke
         # The first, which tells the speed; the one on which it becomes urgent; at most one that was due already.
         assert lanes.index(Lane.URGENT) in (2, 3)
         assert max(n for lane, n in sends if lane is Lane.BULK) <= 1.5 * TURN_S * kernel + 1000
+
+
+async def test_the_event_loop_gets_its_turn_between_frames_that_take_long_to_receive(monkeypatch):
+    clock, taken = itertools.count(1000.0, 0.6 * BURST_S), []
+    receive = LaneIn.receive
+    async with against_peer() as (side, peer):
+        _, region = side.memory(MIB)
+        grant = side.fabric.grant(region, 0, MIB)
+
+        def counted(lane):
+            before = side.endpoint.counters.bytes_received
+            receive(lane)
+            taken.append(side.endpoint.counters.bytes_received - before)
+
+        monkeypatch.setattr(LaneIn, "receive", counted)
+        monkeypatch.setattr(tcp_receive, "monotonic", lambda: next(clock))
+        size, count = 20_000, 20
+        frames_sent = [
+            peer.frame(Lane.BULK, Kind.WRITE, [(0, size)], bytes(size), token=grant.token, op=op)
+            for op in range(1, count + 1)
+        ]
+        await peer.send(Lane.BULK, b"".join(frames_sent))
+        await until(lambda: sum(taken) == count * size)
+        assert max(taken) <= 3 * size
 
 
 async def drained(peer, lane):
