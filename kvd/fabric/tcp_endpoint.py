@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable
 from time import monotonic
@@ -14,6 +13,7 @@ from kvd.fabric.base import Endpoint, EndpointCounters, Grant, Operation, Region
 from kvd.fabric.frames import MAX_MESSAGE, NO_TOKEN, Kind, Protection
 from kvd.fabric.operations import check_message, closed_error
 from kvd.fabric.pacing import Pacer, Slice
+from kvd.fabric.priority import go_first
 from kvd.fabric.records import RecordReader, RecordWriter
 from kvd.fabric.regions import TOKEN_BYTES, Refusal, access_error
 from kvd.fabric.runs import Runs, checked_runs
@@ -34,8 +34,6 @@ PIECE_S = 0.002
 MAX_OFFSET = 2**63 - 1
 TIMER_S = 0.001
 """Event loops count milliseconds."""
-PRIORITY = 6
-"""TC_PRIO_INTERACTIVE of linux/pkt_sched.h, the highest that needs no privilege."""
 BURST_BYTES = 2 << 20
 """How much is handed to the kernel before the event loop gets its turn."""
 TURN_S = 0.0015
@@ -338,11 +336,8 @@ def _configure(sock: socket.socket, lane: Lane, unsent_bytes: int) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if lane is Lane.BULK:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes)
-        return
-    # What has been handed over of bulk can't be taken back, but this host's queue may let the urgent lane pass: Linux's
-    # own (pfifo_fast) does. Bulk stays what all other traffic is, which could starve it else.
-    with contextlib.suppress(OSError):  # a hint, which some sandboxes don't know
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, PRIORITY)
+    else:
+        go_first(sock)  # what has been handed over of bulk can't be taken back, but may be passed
 
 
 def _peer_name(sock: socket.socket) -> str:

@@ -13,8 +13,9 @@ from kvd.errors import FabricError, InvalidArgument
 from kvd.fabric import frames, tcp_endpoint, tcp_receive
 from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
 from kvd.fabric.frames import HEADER_BYTES, Kind, Protection
+from kvd.fabric.priority import PRIORITY
 from kvd.fabric.tcp import TcpFabric
-from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S, PRIORITY, TURN_S
+from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S, TURN_S
 from kvd.fabric.tcp_receive import BURST_S, LaneIn
 from kvd.fabric.tcp_send import LaneOut
 from kvd.types import Lane
