@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.errors import FabricError, KvdError, PeerLost, PeerUnreachable, ShuttingDown
 from kvd.fabric.base import Fabric
+from kvd.fabric.priority import go_first
 from kvd.peers.config import PeersConfig
 from kvd.peers.link import ControlLink, Log
 from kvd.peers.session import PeerSession
@@ -95,6 +96,7 @@ class SessionBuilder:
             protection=guards(peer.lane_key, dialled=dialled) if peer.authenticated else None,
             messages_s=self._config.messages_s,
         )
+        go_first(control)  # it carries the requests of fetches
         try:
             await asyncio.get_running_loop().create_connection(lambda: link, sock=control)
         except BaseException:
