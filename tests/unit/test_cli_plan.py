@@ -111,6 +111,7 @@ def test_a_layout_of_ones_own(tmp_path: Path):
         (["--to-dtype", "f32"], 1, "same number format"),
         (["--from-tp", "3"], 2, "split evenly"),
         (["--to", "mla"], 1, "no axis h"),
+        (["--to", "tenstorrent-width", "--shard", "16777216"], 2, "places of padding on axis d, where 128 are held"),
     ],
 )
 def test_refusals_are_one_sentence(words, code, message):
