@@ -271,6 +271,19 @@ def test_shards_of_one_channel_may_have_room_behind_a_tensor(kind, padding):
         assert (found[first:, 3:] == 0xEE).all()
 
 
+@pytest.mark.parametrize("range_", [(0, 1), (3, 4)])
+def test_an_axis_of_one_may_be_unknown_to_the_other_side(range_):
+    held = {"t": (0, 3), "d": (0, 4)}
+    mine = Placed(layout("rows", "b t | d", codec="u8", padding=True), held | {"b": range_})
+    theirs = Placed(layout("columns", "d | t", codec="u8", padding=True), held)
+    values = np.arange(12, dtype=np.uint8)
+    for source, target, wanted in ((mine, theirs, values.reshape(3, 4).T), (theirs, mine, values.reshape(4, 3).T)):
+        plan = plan_regroup(source, target)
+        staging = np.empty(plan.staging_bytes, np.uint8)
+        regroup(plan, [values], staging)
+        np.testing.assert_array_equal(staging, wanted.reshape(-1))
+
+
 def test_sides_that_share_nothing_get_an_empty_plan():
     made = layout("plain", "t d", codec="u8")
     plan = plan_regroup(Placed(made, {"t": (0, 4), "d": (0, 2)}), Placed(made, {"t": (4, 8), "d": (0, 2)}))
