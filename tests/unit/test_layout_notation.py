@@ -45,7 +45,7 @@ def test_a_fingerprint_stays():
 
 @pytest.mark.parametrize("name", named.NAMED)
 def test_every_named_layout_goes_over_the_wire_and_into_a_file(name):
-    made = named.get(name, block=32)
+    made = named.get(name, block=32, shard=4)
     assert from_wire(msgpack.unpackb(msgpack.packb(to_wire(made)))) == made
     assert from_toml(to_toml(made)) == made
 
