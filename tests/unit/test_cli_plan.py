@@ -208,6 +208,22 @@ def test_sizes_that_make_no_sense_are_named(option: str, value: str, words: str)
     assert words in err
 
 
+def test_shards_that_take_turns_are_shown() -> None:
+    words = [
+        "--model",
+        "llama-3.1-8b",
+        "--tokens",
+        "64",
+        "--from",
+        "nhd",
+        "--to",
+        "tenstorrent-shards",
+        "--shard",
+        "32",
+    ]
+    assert "round-robin over 8 channels in shards of 32 pages\n" in run("show", *words)[1]
+
+
 def test_shards_are_as_wide_as_they_are_said_to_be() -> None:
     """100 elements are 4 tiles, and 3 channels hold shards of 2."""
     shape = ["--model", "layers=1,kv_heads=5,head_dim=100", "--tokens", "1000", "--from", "nhd"]
