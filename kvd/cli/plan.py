@@ -137,7 +137,8 @@ def _described(layout: Layout) -> str:
     parts = [layout.name, layout.codec, f"[{order_text(layout)}]"]
     parts += [f"{axis} = {text}" for axis, text in axes_text(layout).items()]
     if place.kind != "flat":
-        parts.append(f"{place.kind} over {place.channels} channels")
+        shards = f" in shards of {_counted(place.shard_pages, 'page')}" if place.shard_pages else ""
+        parts.append(f"{place.kind} over {place.channels} channels{shards}")
     return ", ".join(parts)
 
 

@@ -172,7 +172,7 @@ class Geometry:
     def padded_stop(self, axis: str) -> int:
         """Where the axis would end if the last value of its first digit were full: the padding's end."""
         digits = self.placed.layout.digits(axis)
-        start, stop = self.placed.held[axis]
+        start, stop = self.placed.held.get(axis, (0, 1))
         if not digits:
             return stop
         unit = self.below[digits[0].name]

@@ -41,7 +41,8 @@ def get(
     """The layout of that name, or the one that ``name`` describes if it is TOML (which has all sizes itself).
 
     ``block``: tokens of a cache's block. ``channels``, ``alignment`` (bytes): of the device. ``shard``: tiles that a
-    shard is wide (width-sharded) or pages that it has (height-sharded; 0: as few as hold the tensor; in turns; 0: one).
+    shard is wide (width-sharded), tiles that take turns together (``tenstorrent-shards``), or pages that a shard has
+    (height-sharded; 0: as few as hold the tensor).
 
     Raises :class:`InvalidArgument` for an unknown name, with those there are, and for sizes that don't fit.
     """
@@ -111,6 +112,12 @@ def _tiles(order: str, kind: Kind = "round-robin", paged: bool = False, shards: 
         if kind == "flat":
             place = Placement()
         else:
+            if shards and not sizes.shard:
+                raise InvalidArgument(
+                    f"layout {name!r} needs shard, the tiles that take turns together; a block of 32 tokens of "
+                    "8 heads of 128 elements has 32",
+                    field="shard",
+                )
             pages = sizes.shard if kind == "sharded" or shards else 0
             place = Placement(kind, sizes.channels, sizes.alignment, pages)
         return layout(

@@ -39,6 +39,7 @@ def tensor(
     shard: Sequence[int] = (),
     channels: int = 8,
     alignment: int = 64,
+    tensors: Sequence[str] = (),
     name: str = "",
 ) -> Layout:
     """The layout of a tensor of these sizes.
@@ -51,12 +52,13 @@ def tensor(
         shard: elements, as in the library: rows and columns; for "nd" of the last axes, two at least.
         channels: banks or cores that shards or pages are handed out to.
         alignment: of pages, in bytes: 64 or 32 (DRAM of Blackhole, of Wormhole), 16 (L1).
+        tensors: axes that number tensors of these sizes, as many as there are: layers, and K and V.
 
     Raises :class:`InvalidArgument` for what the library refuses as well, and :class:`UnsupportedLayout` where a shard
     would begin at different places of an axis that its rows fold: no digits say that.
     """
     axes, pages = list(sizes), list(sizes.values())
-    _check_sizes(sizes)
+    _check_sizes(sizes, tensors)
     if memory not in MEMORY:
         raise InvalidArgument(f"there is no memory layout {memory!r}; use {', '.join(MEMORY)}", field="memory")
     _check_shard(pages, memory, shard)
@@ -89,8 +91,8 @@ def tensor(
     made = {digit.name for digits in inside.values() for digit in digits}
     return Layout(
         name=name or f"ttnn-{memory}",
-        axes=tuple(factored),
-        tensors=(),
+        axes=(*((axis, (Digit(axis, 0),)) for axis in tensors), *factored),
+        tensors=tuple(tensors),
         pages=(*outer, *within),
         inner=tuple(digit for digit in order if digit in made),
         codec=codec,
@@ -99,10 +101,10 @@ def tensor(
     )
 
 
-def _check_sizes(sizes: Mapping[str, int]) -> None:
+def _check_sizes(sizes: Mapping[str, int], tensors: Sequence[str]) -> None:
     if len(sizes) < 2 or not all(_is_size(size) for size in sizes.values()):
         raise InvalidArgument("a tensor has two axes at least, with sizes from 1 on", field="sizes")
-    for axis in sizes:
+    for axis in (*tensors, *sizes):
         if axis in ("F", "G", "r", "c") or (axis[:1] in ("S", "P") and axis[1:].isdigit()):
             raise InvalidArgument(f"{axis!r} is the name of a digit here; give the axis another", axis=axis)
 

@@ -239,6 +239,16 @@ def test_rocm_has_words_of_16_bytes(codec, dtype):
     np.testing.assert_array_equal(out, shuffled)
 
 
+def test_blocks_of_a_cache_take_turns():
+    held = {"l": (0, 1), "kv": (0, 2), "h": (0, 2), "t": (0, 160), "d": (0, 64)}
+    table = np.array([4, 0, 3, 2, 1], np.int64)
+    target = Placed(named.get("tenstorrent-shards", block=32, shard=4, channels=3), held, {"B": 5}, table)
+    channel, offset = target.locate(l=0, kv=1, h=np.array([[0], [1]]), t=np.arange(0, 160, 32), d=32)
+    # block 4 is the second one of bank 1; each tensor takes two blocks of 4 tiles of 2 KiB in each bank
+    assert channel.tolist() == [[1, 0, 0, 2, 1]] * 2
+    assert (offset // 2048).tolist() == [[8 + 4 + 1, 9, 13, 9, 9], [8 + 4 + 3, 11, 15, 11, 11]]
+
+
 def test_latents():
     values = np.random.default_rng(2).integers(0, 2**16, (3, 50, 576), np.uint16)
     held = {"l": (0, 3), "t": (0, 50), "d": (0, 576), "kv": (0, 1), "h": (0, 1)}
@@ -314,6 +324,8 @@ class TestRefusals:
             named.get("tenstorrent", block=16)
         with pytest.raises(InvalidArgument, match="multiple of 8"):
             named.get("tpu", block=12)
+        with pytest.raises(InvalidArgument, match="needs shard"):
+            named.get("tenstorrent-shards", block=32)
         with pytest.raises(InvalidArgument, match="multiple of 8 tokens"):
             named.get("vllm-aiter-v", block=12)
         for name in ("vllm-tpu", "vllm-rocm-k", "vllm-aiter-v"):

@@ -20,7 +20,7 @@ from kvd.errors import InvalidArgument, UnsupportedLayout
 from kvd.layout import ttnn
 from kvd.layout.descriptor import Layout, Placed
 from kvd.layout.execute import regroup
-from kvd.layout.notation import from_wire, layout, to_wire
+from kvd.layout.notation import from_toml, from_wire, layout, to_toml, to_wire
 from kvd.layout.plan import plan_regroup
 
 MAPS = json.loads((Path(__file__).parent.parent / "data" / "tenstorrent" / "maps.json").read_text())
@@ -34,7 +34,7 @@ def names(shape: tuple[int, ...]) -> list[str]:
 def placed(shape: tuple[int, ...], **terms: Any) -> Placed:
     sizes = dict(zip(names(shape), shape, strict=True))
     made = ttnn.tensor(sizes, **terms)
-    assert from_wire(to_wire(made)) == made
+    assert from_wire(to_wire(made)) == from_toml(to_toml(made)) == made
     return Placed(made, {axis: (0, size) for axis, size in sizes.items()})
 
 
@@ -236,6 +236,16 @@ def test_what_the_library_refuses_is_refused(terms: dict[str, Any], message: str
     sizes = terms.pop("sizes", {"h": 3, "t": 50, "d": 128})
     with pytest.raises(InvalidArgument, match=message):
         ttnn.tensor(sizes, **terms)
+
+
+def test_a_cache_has_a_tensor_for_each_layer_and_for_k_and_v() -> None:
+    made = ttnn.tensor({"h": 2, "t": 64, "d": 64}, memory="nd", shard=(1, 32, 64), channels=3, tensors=("l", "kv"))
+    held = {"l": (0, 2), "kv": (0, 2), "h": (0, 2), "t": (0, 64), "d": (0, 64)}
+    target = Placed(made, held)
+    channel, offset = target.locate(l=1, kv=0, h=1, t=np.arange(0, 64, 32), d=32)
+    # four shards of two tiles: the tensor takes two shards in each channel, and is the third of four
+    assert channel.tolist() == [2, 0]
+    assert offset.tolist() == [2 * 8192 + 2048, 2 * 8192 + 4096 + 2048]
 
 
 def test_shards_that_no_digits_say_are_refused_with_the_axis() -> None:
