@@ -33,6 +33,7 @@ from kvd.errors import (
     RendezvousTimeout,
 )
 from kvd.profiling.timing import Times
+from kvd.reading import read_bounded
 from kvd_client import Client, DecodeTransfer, KVSpec, PrefillTransfer
 from kvd_client.spec import MASK_REMOTE
 
@@ -132,7 +133,7 @@ def read(path: str | os.PathLike[str]) -> tuple[int, float]:
     """
     name = os.fspath(path)
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=_File)
+        found = msgspec.json.decode(read_bounded(path), type=_File)
     except OSError as error:
         raise InvalidArgument(f"{name!r} can't be read: {error.strerror}", file=name) from None
     except (msgspec.DecodeError, RecursionError) as error:
