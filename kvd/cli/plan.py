@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvd.cli.output import printable, write_parts
 from kvd.errors import InvalidArgument
+from kvd.reading import read_text
 from kvd.units import about
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _layout(text: str, codec: str, block: int, channels: int, alignment: int, sh
     if not text.endswith(".toml"):
         return named.get(text, codec=codec, block=block, channels=channels, alignment=alignment, shard=shard)
     try:
-        written = Path(text).read_text("utf-8")
+        written = read_text(text)
     except OSError as error:
         raise InvalidArgument(f"{text[-255:]} can't be read: {error.strerror}", file=text[-255:]) from None
     except UnicodeDecodeError:
