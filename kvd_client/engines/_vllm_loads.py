@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvd_client.engines._vllm_node import AnyDecode, Node, give_back, reason_of
+from kvd_client.engines._vllm_node import AnyDecode, Node, give_back, parts_of, reason_of
 from kvd_client.engines._vllm_paged import PagedCache
 from kvd_client.engines._vllm_plan import Load, Rejection
 from kvd_client.errors import Aborted, DeadlineExceeded, KvdError
@@ -160,16 +160,22 @@ class Loads:
                 loading.retry_at = now + min(float(pause), 1.0)
                 return False
         transfer = loading.open
+        self._check(transfer)
         start, stop = self._held(load), self._cache.units(load.tokens)
         while loading.layer < len(self._cache.layers) and transfer.poll_ready(loading.layer):
             entries = transfer.layer(loading.layer)[0, start:stop]
             self._cache.scatter(loading.layer, load.blocks, start, stop, entries, loading.after)
-            # A daemon that dies takes the memory away, and zeros were copied: only now is it known that it has not.
-            transfer.poll_ready(loading.layer)
+            # Memory that was taken away meanwhile reads zeros: only now is it known that it was not.
+            self._check(transfer)
             loading.layer += 1
             if loading.dropped:
                 return False
         return loading.layer == len(self._cache.layers)
+
+    @staticmethod
+    def _check(transfer: AnyDecode) -> None:
+        for part in parts_of(transfer):
+            part.check()
 
     def _held(self, load: Load) -> int:
         return self._cache.whole_units(load.held)
