@@ -195,6 +195,7 @@ def test_another_block_size_is_recomputed_and_one_engine_can_do_both(nodes: Node
     wanted = nodes.alone(tokens)
     large = engine(tmp_path, "large", model, "kv_both", nodes.sink.socket, 128)
     try:
+        large.ready()  # longer than a source waits for its sink
         assert large.one(tokens, NEW, nodes.hand_over(tokens))["tokens"] == wanted
         (said,) = [line for line in large.log.read_text().splitlines() if "was not loaded" in line]
         assert re.search("FINGERPRINT_MISMATCH: .*block of 32 as CPU_ATTN .*block of 128 as CPU_ATTN", said)
