@@ -100,6 +100,8 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._sources: Sources | None = None
         self._loads: Loads | None = None
         if role == KVConnectorRole.SCHEDULER:
+            if config.is_kv_consumer and config.kv_load_failure_policy != "recompute":
+                log.warning("kvd: a request whose cache does not arrive fails; set kv_load_failure_policy to recompute")
             self._client = Client(self._options.socket, f"vLLM {config.engine_id} scheduler", self._options.timeout_s)
             client = self._client
             self._scheduler = SchedulerSide(

@@ -348,3 +348,28 @@ def test_zeros_are_never_delivered_as_a_cache(ranks: tuple[Rank, Rank]) -> None:
     sink.loads._node = Nobody(sink.client, spec, sink.options)
     sink.load("zeros", [4], 16)
     assert sink.wait("zeros") == {4}
+
+
+def test_a_load_that_can_not_begin_ends_all_the_same(ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sink = ranks[1]
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", no_more)
+        sink.load("thread", [4, 5], 32)
+        assert sink.wait("thread") == {4, 5}
+    sink.load("next", [6], 16, handle="prefill/0123456789abcdef/1/0123456789abcdef")
+    assert sink.wait("next") == {6}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_costs_its_loads_only(ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = ranks[1]
+
+    def end(self: object, loading: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(Loads, "_step", end)
+    sink.load("thread", [4, 5], 32)
+    assert sink.wait("thread") == {4, 5}
