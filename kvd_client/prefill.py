@@ -210,10 +210,10 @@ class PrefillTransfer(Transfer):
             raise
 
     def poll_delivered(self) -> bool:
-        """Whether the sink has everything; without waiting. Raises as :meth:`finish`."""
+        """Whether the sink has everything; one system call, and no waiting. Raises as :meth:`finish`."""
         if self._delivered():
             return True
-        self._check(0)
+        self.check()
         return False
 
     def wait_delivered(self, timeout_s: float | None = None) -> None:

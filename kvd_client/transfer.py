@@ -116,6 +116,14 @@ class Transfer(OfOneProcess):
         start, nbytes = self.layout.metadata_array(self._check(layer), name)
         return self._memory[start : start + nbytes]
 
+    def check(self) -> None:
+        """Raise what has ended the transfer, if anything has; one system call, and no waiting.
+
+        For those who only poll: a daemon that is killed says so in no memory that it shared, but its socket closes.
+        """
+        self._connection.look()
+        self._connection.check_part(self._part)
+
     def abort(self, reason: str = "") -> None:
         """End the transfer on both sides with ``ABORTED``; the memory stays until :meth:`release`. Idempotent."""
         if self._part.released:

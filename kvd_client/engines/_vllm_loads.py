@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvd_client.engines._vllm_node import AnyDecode, Node, give_back, reason_of
+from kvd_client.engines._vllm_node import AnyDecode, Node, give_back, parts_of, reason_of
 from kvd_client.engines._vllm_paged import PagedCache
 from kvd_client.engines._vllm_plan import Load, Rejection
 from kvd_client.errors import Aborted, DeadlineExceeded, KvdError
@@ -29,13 +29,12 @@ IDLE_S = 0.002
 class _Loading:
     load: Load
     until: float
-    after: Any
+    after: Any = None
     retry_at: float = 0.0
     open: AnyDecode | None = None
     layer: int = 0
     """The next to be copied."""
     dropped: bool = False
-    started: float = 0.0
 
 
 class Loads:
@@ -60,14 +59,22 @@ class Loads:
         new, rejections = list(loads), list(rejections)
         if not new and not rejections:
             return
-        now, after = self._clock(), self._cache.mark()
+        now = self._clock()
         with self._changed:
             for load in new:
-                self._loads[load.request] = _Loading(load, now + self._deadline_s, after, started=now)
+                self._loads[load.request] = _Loading(load, now + self._deadline_s)
             self._rejections += rejections
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvd-loads", daemon=True)
-                self._thread.start()
+            try:
+                after = self._cache.mark()
+                for load in new:
+                    self._loads[load.request].after = after
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name="kvd-loads", daemon=True)
+                    thread.start()
+                    self._thread = thread
+            except Exception as error:  # vLLM waits for them, whatever happens
+                for load in new:
+                    self._over(load, error)
             self._changed.notify_all()
 
     def drop(self, requests: Iterable[str]) -> None:
@@ -84,6 +91,11 @@ class Loads:
         thread, and the daemon, from the processor: then it is held here for a moment, or until one has ended.
         """
         with self._changed:
+            if self._loads and self._thread is not None and not self._thread.is_alive():
+                for loading in list(self._loads.values()):
+                    self._over(
+                        loading.load, None if loading.dropped else RuntimeError("the thread that loads has ended")
+                    )
             if idle and self._loads and not self._ended:
                 self._changed.wait(IDLE_S)
             ended, self._ended = self._ended, set()
@@ -160,37 +172,45 @@ class Loads:
                 loading.retry_at = now + min(float(pause), 1.0)
                 return False
         transfer = loading.open
+        self._check(transfer)
         start, stop = self._held(load), self._cache.units(load.tokens)
         while loading.layer < len(self._cache.layers) and transfer.poll_ready(loading.layer):
             entries = transfer.layer(loading.layer)[0, start:stop]
             self._cache.scatter(loading.layer, load.blocks, start, stop, entries, loading.after)
-            # A daemon that dies takes the memory away, and zeros were copied: only now is it known that it has not.
-            transfer.poll_ready(loading.layer)
+            # Memory that was taken away meanwhile reads zeros: only now is it known that it was not.
+            self._check(transfer)
             loading.layer += 1
             if loading.dropped:
                 return False
         return loading.layer == len(self._cache.layers)
 
+    @staticmethod
+    def _check(transfer: AnyDecode) -> None:
+        for part in parts_of(transfer):
+            part.check()
+
     def _held(self, load: Load) -> int:
         return self._cache.whole_units(load.held)
 
     def _end(self, loading: _Loading, error: Exception | None) -> None:
-        load = loading.load
-        self._release(loading, "" if error is None else reason_of(error))
-        failed: set[int] = set()
-        if error is not None and not loading.dropped:
+        try:
+            self._release(loading, "" if error is None else reason_of(error))
+        except Exception:
+            log.exception("kvd: the transfer of request %s could not be released", loading.load.request)
+        with self._changed:
+            self._over(loading.load, None if loading.dropped else error)
+            self._changed.notify_all()
+
+    def _over(self, load: Load, error: Exception | None) -> None:
+        """Report a load; the caller holds the lock."""
+        self._loads.pop(load.request, None)
+        self._ended.add(load.request)
+        if error is not None:
+            self._failed_blocks.update(load.blocks[load.held // self._cache.block_tokens :])
             log.warning(
                 "kvd: the cache of request %s was not loaded: %s", load.request, error,
-                exc_info=not isinstance(error, KvdError),
+                exc_info=None if isinstance(error, KvdError) else error,
             )  # fmt: skip
-            failed.update(load.blocks[load.held // self._cache.block_tokens :])
-        elif error is None:
-            log.debug("kvd: request %s loaded after %.3f s", load.request, self._clock() - loading.started)
-        with self._changed:
-            self._loads.pop(load.request, None)
-            self._failed_blocks |= failed
-            self._ended.add(load.request)
-            self._changed.notify_all()
 
     def _release(self, loading: _Loading, reason: str) -> None:
         transfer, loading.open = loading.open, None

@@ -106,13 +106,18 @@ class Node:
             raise
 
 
+def parts_of(transfer: AnyPrefill | AnyDecode) -> tuple[PrefillTransfer | DecodeTransfer, ...]:
+    """The transfers of one, or of several."""
+    return transfer.parts if isinstance(transfer, parallel.Parallel) else (transfer,)
+
+
 def give_back(transfer: AnyPrefill | AnyDecode | None, reason: str = "") -> None:
     """Release a transfer, and with a reason end it at the other side before. What goes wrong on this way is of no use
     to anybody: the failure that led here has been told, and a lost daemon has taken all back."""
     if transfer is None:
         return
     if reason:
-        for part in transfer.parts if isinstance(transfer, parallel.Parallel) else (transfer,):
+        for part in parts_of(transfer):
             with contextlib.suppress(KvdError):
                 part.abort(reason)
     with contextlib.suppress(KvdError):

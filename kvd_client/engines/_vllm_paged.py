@@ -19,6 +19,9 @@ import torch
 from kvd_client.arrays import Bytes
 from kvd_client.errors import UnsupportedLayout
 
+LARGE = 64 << 10
+"""Bytes of a block from which it is copied by itself: index_copy_ has a loop for elements, which a memcpy beats."""
+
 
 class PagedCache:
     """The caches of one rank, by layer. Raises :class:`UnsupportedLayout` for what is none of the forms above.
@@ -151,8 +154,13 @@ class PagedCache:
         if self.unit == "token":
             block, at = self._tokens(blocks, start, stop)
             cache[block, :, at] = source
+            return
+        rows = source.reshape(-1, *cache.shape[1:])
+        index = self._blocks(blocks, start, stop)
+        if rows[0].nbytes >= LARGE and not cache.is_cuda:
+            torch._foreach_copy_([cache[block] for block in index.tolist()], list(rows.unbind(0)))
         else:
-            cache.index_copy_(0, self._blocks(blocks, start, stop), source.reshape(-1, *cache.shape[1:]))
+            cache.index_copy_(0, index, rows)
 
     def _blocks(self, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """The kernel's blocks of units that are blocks."""

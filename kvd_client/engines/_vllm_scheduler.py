@@ -39,6 +39,7 @@ class _Sink:
     transfer: str
     source: str
     handle: str
+    prompt: str
     state: str = "new"
     """``new``: not admitted yet; ``loading``: a worker has it; ``over``: loaded, failed, rejected or not needed."""
 
@@ -74,10 +75,13 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: list[int], external: int) -> None:
         """A request has its blocks; ``external`` tokens are to be loaded into the last of them."""
-        self._add_source(request)
+        # First what vLLM waits for: nothing below may keep it from a worker.
         sink = self._sink_of(request)
-        if sink is None or sink.state != "new":
-            return
+        if sink is not None and sink.state == "new":
+            self._load(request, sink, blocks, external)
+        self._add_source(request)
+
+    def _load(self, request: Any, sink: _Sink, blocks: list[int], external: int) -> None:
         if external <= 0:
             self._reject(request.request_id, "this engine has the prompt already")
             return
@@ -86,7 +90,7 @@ class SchedulerSide:
         self._plan.loads.append(
             Load(
                 request=request.request_id, transfer=sink.transfer, blocks=blocks[: -(-tokens // self._block)],
-                held=tokens - external, tokens=tokens, prompt=_digest(request), source=sink.source, handle=sink.handle,
+                held=tokens - external, tokens=tokens, prompt=sink.prompt, source=sink.source, handle=sink.handle,
             )
         )  # fmt: skip
 
@@ -100,7 +104,7 @@ class SchedulerSide:
             return None  # another connector's, or a prompt of embeddings
         # A handle alone will do; the id under which this side opens is then its own.
         transfer = names[0] or f"{self._engine}:{request.request_id}"
-        found = self._sinks[request.request_id] = _Sink(transfer, names[1], names[2])
+        found = self._sinks[request.request_id] = _Sink(transfer, names[1], names[2], _digest(request))
         return found
 
     def _add_source(self, request: Any) -> None:
@@ -127,6 +131,13 @@ class SchedulerSide:
     def plan(self, output: Any) -> Plan:
         """What the workers do around the pass that vLLM's ``SchedulerOutput`` describes."""
         plan, self._plan = self._plan, Plan()
+        try:
+            self._save_all(plan, output)
+        except Exception:  # of another vLLM's output; the loads in the plan are waited for
+            log.exception("kvd: no prompt of this step is handed over")
+        return plan
+
+    def _save_all(self, plan: Plan, output: Any) -> None:
         scheduled = output.num_scheduled_tokens
         plan.idle = not scheduled
         for new in output.scheduled_new_reqs:
@@ -137,7 +148,6 @@ class SchedulerSide:
         ):
             anew = name in cached.resumed_req_ids
             self._save(plan, name, blocks[0] if blocks else [], anew, computed, scheduled)
-        return plan
 
     def _save(self, plan: Plan, name: str, blocks: Any, anew: bool, computed: int, scheduled: dict[str, int]) -> None:
         source = self._sources.get(name)

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvd_client.client import Client
 from kvd_client.engines._vllm_loads import Loads
@@ -40,7 +41,8 @@ from kvd_client.engines._vllm_paged import PagedCache
 from kvd_client.engines._vllm_plan import Options, Plan
 from kvd_client.engines._vllm_scheduler import SchedulerSide
 from kvd_client.engines._vllm_sources import Sources
-from kvd_client.errors import UnsupportedLayout
+from kvd_client.errors import KvdError, UnsupportedLayout
+from kvd_client.parallel import heads_of
 from kvd_client.spec import KVSpec
 
 log = logging.getLogger("vllm.kvd")  # vLLM shows its own tree of loggers only
@@ -85,17 +87,21 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "KvdConnector moves all layers of a rank at once; use tensor instead of pipeline parallelism",
                 pipeline_parallel_size=parallel.pipeline_parallel_size,
             )
-        if len(kv_cache_config.kv_cache_groups) > 1:
+        kept = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        kinds = [type(spec).__name__ for spec in kept]
+        if len(kept) > 1 or not all(isinstance(spec, FullAttentionSpec) for spec in kept):
             raise UnsupportedLayout(
-                "the model's layers have several kinds of KV caches, and KvdConnector moves one; start with "
+                f"the model's KV cache is {', '.join(kinds)}, and KvdConnector moves full attention's; start with "
                 "--disable-hybrid-kv-cache-manager, if the model allows that",
-                groups=len(kv_cache_config.kv_cache_groups),
+                kinds=kinds,
             )
         self._scheduler: SchedulerSide | None = None
         self._client: Client | None = None
         self._sources: Sources | None = None
         self._loads: Loads | None = None
         if role == KVConnectorRole.SCHEDULER:
+            if config.is_kv_consumer and config.kv_load_failure_policy != "recompute":
+                log.warning("kvd: a request whose cache does not arrive fails; set kv_load_failure_policy to recompute")
             self._client = Client(self._options.socket, f"vLLM {config.engine_id} scheduler", self._options.timeout_s)
             client = self._client
             self._scheduler = SchedulerSide(
@@ -144,6 +150,12 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 unit="token",
             )
         heads = cache.heads if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
+        if heads_of(heads, rank, ranks)[1] != cache.heads:
+            raise UnsupportedLayout(
+                f"rank {rank} of {ranks} has {cache.heads} of {heads} KV heads, which is not an equal share",
+                heads=heads,
+                ranks=ranks,
+            )
         spec = KVSpec(
             layers=len(cache.layers),
             kv_heads=heads,
@@ -156,7 +168,15 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         node = Node(self._client, spec, self._options, rank, ranks)
         self._sources = Sources(node, cache)
         self._loads = Loads(node, cache, self._options.deadline_s)
-        log.info("kvd: %d layers of %d heads, %d bytes each in a %s", spec.layers, heads, spec.entry_bytes, cache.unit)
+        try:
+            where = f"of node {self._client.status().node}"
+        except KvdError as error:  # it may start later, and until then the engine serves by itself
+            log.warning("kvd: prompts are computed here until the daemon answers: %s", error)
+            where = "that does not answer"
+        log.info(
+            "kvd: %d layers of %d KV heads with %d bytes in a %s, through a daemon %s",
+            spec.layers, heads, spec.entry_bytes, cache.unit, where,
+        )  # fmt: skip
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -302,3 +302,9 @@ def test_the_board_is_bounded() -> None:
     assert not board.has_failed("9")
     assert board.has_failed("10")
     assert not board.has_failed("never")
+
+
+def test_a_step_of_another_form_keeps_no_load_from_its_worker() -> None:
+    scheduler, request = side(), Request("a", list(range(33)), dict(DECODE))
+    scheduler.allocated(request, [0, 1, 2], 33)
+    assert len(scheduler.plan(SimpleNamespace(num_scheduled_tokens={"b": 1})).loads) == 1

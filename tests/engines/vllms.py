@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def make_model(folder: Path) -> Path:
 class Engine:
     """One vLLM. Methods of :class:`tests.engines.worker.Worker` by name: ``engine.do("add", request=…)``."""
 
-    def __init__(self, folder: Path, name: str, model: Path, **engine: Any) -> None:
+    def __init__(
+        self, folder: Path, name: str, model: Path, environment: Mapping[str, str] | None = None, **engine: Any
+    ) -> None:
         python = vllm_python()
         assert python is not None
         self.log = folder / f"{name}.log"
@@ -42,7 +45,8 @@ class Engine:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [python, "-m", "tests.engines.worker", config],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                cwd=ROOT, env={**os.environ, **(environment or {})},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             )  # fmt: skip
         self._begun = False
 
