@@ -68,6 +68,9 @@ class Peers(_Section, frozen=True, kw_only=True):
     """How often a silent session is probed."""
     timeout_s: Seconds = 5.0
     """A peer that has been silent for so long is lost."""
+    redial_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 5.0
+    """How soon a peer in ``static`` that is down is dialled again though no transfer needs it; each further attempt
+    waits twice as long, up to a minute. 0: only when a transfer needs it."""
     max_messages_s: Annotated[float, msgspec.Meta(ge=0)] = 20000.0
     """Control messages a second taken of one peer; more wait in its connection. 0: no limit."""
     static: dict[str, str] = {}
@@ -325,6 +328,8 @@ def _walk(struct: type[msgspec.Struct], tree: Any, path: str, name: str) -> None
         if kind is None:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
             wrong = f"no such key; {f'did you mean {near[0]}?' if near else 'known here: ' + ', '.join(fields)}"
+            if isinstance(value, dict) and path.count(".") > 1:
+                wrong += _dotted(f"{path.rpartition('.')[2]}.{key}", value)
         elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             _walk(kind, value, here, name)
         elif typing.get_origin(kind) is Literal and value not in typing.get_args(kind):
@@ -335,9 +340,21 @@ def _walk(struct: type[msgspec.Struct], tree: Any, path: str, name: str) -> None
         elif typing.get_origin(kind) is dict and isinstance(value, dict):
             bad = next((k for k, v in value.items() if not isinstance(v, str)), None)
             if bad is not None:
-                here, wrong = f"{here}.{bad}", f"expected str, got {_toml_or_type(value[bad])}"
+                here, wrong = (
+                    f"{here}.{bad}",
+                    f"expected str, got {_toml_or_type(value[bad])}{_dotted(bad, value[bad])}",
+                )
         if wrong is not None:
             raise ConfigError(f"{name}: {here}: {wrong}", file=name, key=here)
+
+
+def _dotted(name: str, value: Any) -> str:
+    """A name with a dot that lacks its quotes is a table in a table to TOML."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        if isinstance(value, dict) or (isinstance(value, str) and ":" in value):  # not a key of the section itself
+            name = f"{name}.{key}"
+    return f'; a name with a dot needs quotes, such as "{name}"' if "." in name else ""
 
 
 def _toml_or_type(value: Any) -> str:

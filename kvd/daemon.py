@@ -85,6 +85,8 @@ class Daemon:
             client_limit=config.memory.client_limit,
         )
         self._devices = {name: self._make_device(name, npu) for name, npu in config.npu.items()}
+        self._keys_trouble = ""
+        """Why the keys in use are not those of the file, until they are; status shows it."""
         self._profiles = _make_profiles(config)
         core = TransferCore(self.node, self.boot, _transfer_settings(config, self._profiles))
         self._engine = Engine(core=core, node=self.node, boot=self.boot, pool=self._pool, connect=self.connect)
@@ -187,8 +189,10 @@ class Daemon:
             self._peers.accept_keys(read_keys(path) if path else [])
         except ConfigError as error:
             log.error("keys not reloaded; the earlier ones stay in use", reason=error.message)
+            self._keys_trouble = f"keys not reloaded, the earlier ones stay in use: {error.message}"
         else:
             log.info("keys reloaded", file=path)
+            self._keys_trouble = ""
 
     async def drain(self) -> None:
         """Refuse new transfers; return when the running ones have ended, or when :attr:`hurry` is set."""
@@ -254,9 +258,10 @@ class Daemon:
         now = time.monotonic()
         core = self._engine.core
         peers = self._peers.statuses()
-        reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state == "down" and peer.error]
-        if unread := logs.trouble():
-            reasons.append(unread)
+        reasons = [f"peer {peer.node!r}: {peer.error}" for peer in peers if peer.state != "connected" and peer.error]
+        reasons += [peer.trouble for peer in peers if peer.trouble]
+        learnt_trouble = self._learnt.trouble if self._learnt is not None else ""
+        reasons += [trouble for trouble in (logs.trouble(), self._keys_trouble, learnt_trouble) if trouble]
         if core.draining:
             reasons.append("draining: new transfers are refused")
         counters = dict(core.counters)
@@ -264,6 +269,8 @@ class Daemon:
         counters["bytes_received"] = self._engine.bytes_received
         learner = self._profiles.learner
         counters |= learner.counters if learner is not None else {}
+        counters |= {f"requests_failed_{code}": count for code, count in self._api.failures.items()}
+        counters |= self._peers.counters
         counters["checksum_errors"] = sum(fabric.checksum_errors for fabric in self._fabrics)
         return api.Status(
             node=self.node,
@@ -371,4 +378,5 @@ def _peers_config(config: Config) -> PeersConfig:
         timeout_s=peers.timeout_s,
         level=config.security.level,
         messages_s=peers.max_messages_s,
+        redial_s=peers.redial_s,
     )

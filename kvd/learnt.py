@@ -25,6 +25,7 @@ import numpy as np
 import structlog
 
 from kvd.errors import InvalidArgument, InvalidProfile, KvdError, NotFound
+from kvd.importance.heads import MAX_CELLS as MAX_CELLS_OF_HEAD
 from kvd.importance.learning import HalfLife, Learnt, Rates, check_rates, packed, unpacked
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix, resampled_columns
 from kvd.profiling import files
@@ -42,7 +43,10 @@ SUFFIX = ".kvdlearnt"
 MAX_GROUPS = 128
 """Matrices (models, times selectors and ranges of lengths) that are kept."""
 MAX_CELLS = 1 << 24
-"""Layers times blocks of all of them together: 64 MiB."""
+"""Layers times blocks, and what tells their heads apart, of all of them together: 64 MiB."""
+MAX_HEAD_CELLS = 1 << 18
+"""Layers times KV heads times parts of the prompt that are told apart of one matrix, and told in one message: 80 layers
+of 8 heads have a tenth of it."""
 MAX_SOURCES = 256
 """Nodes that are told about one model."""
 MESSAGES_AT_A_TIME = 8
@@ -124,7 +128,10 @@ class Learner:
         key, low = (spec.model, spec.revision, selector), group_range(length)[0]
         form = (spec.layers, spec.kv_heads, spec.entry_bytes)
         mine = self._fitted(rates.values, self.blocks_of(spec.layers))
-        self._learn(key, low, form, mine, requests=requests, tokens=tokens, now=now)
+        heads = None if rates.heads is None else np.minimum(rates.heads.values, np.float32(1))
+        if heads is not None and heads.size > MAX_HEAD_CELLS:
+            heads = None
+        self._learn(key, low, form, mine, heads, requests=requests, tokens=tokens, now=now)
         self.counters["learnt_reports"] += 1
         if source:
             known = self._sources.setdefault(key, collections.OrderedDict())
@@ -133,7 +140,7 @@ class Learner:
             while len(known) > MAX_SOURCES:
                 known.popitem(last=False)
             told = self._outbox.setdefault((key, low), Learnt(*mine.shape))
-            told.learn(mine, self._half_life, requests=requests, tokens=tokens)
+            told.learn(mine, self._half_life, requests=requests, tokens=tokens, heads=heads)
 
     def hear(self, node: NodeId, message: wire.Learnt, now: float) -> None:
         """A sink's daemon tells what its processes selected. Raises :class:`InvalidArgument`, with nothing learnt, for
@@ -153,10 +160,18 @@ class Learner:
         if group_range(message.low)[0] != message.low:
             raise InvalidArgument(f"no range of lengths begins with {message.low} tokens", field="low")
         rates = unpacked(message.scale, message.rates, message.layers, message.blocks)
+        heads = None
+        if message.cells:
+            each = message.kv_heads * message.cells
+            if not 1 <= message.cells <= MAX_CELLS_OF_HEAD or message.layers * each > MAX_HEAD_CELLS:
+                raise InvalidArgument(f"cells is {message.cells}; that is more than is kept", field="cells")
+            flat = unpacked(message.head_scale, message.head_rates, message.layers, each)
+            heads = flat.reshape(message.layers, message.kv_heads, message.cells)
         key = (message.model, message.revision, message.selector)
         form = (message.layers, message.kv_heads, message.entry_bytes)
         fitted = self._fitted(rates, self.blocks_of(message.layers))
-        group = self._learn(key, message.low, form, fitted, requests=message.requests, tokens=message.tokens, now=now)
+        how = {"requests": message.requests, "tokens": message.tokens, "now": now}
+        group = self._learn(key, message.low, form, fitted, heads, **how)
         group.heard += message.requests
         self.counters["learnt_heard"] += 1
 
@@ -166,6 +181,7 @@ class Learner:
         low: int,
         form: tuple[int, int, int],
         rates: Rates,
+        heads: Rates | None,
         *,
         requests: float,
         tokens: float,
@@ -187,12 +203,14 @@ class Learner:
             )
         if group is None:
             started = self._start(key, low)
-            values = None
+            values, split = None, None
             if started is not None and started[0].layers == form[0]:
-                values = self._fitted(started[0].values, rates.shape[1])
+                values, split = self._fitted(started[0].values, rates.shape[1]), started[0].heads
+                if split is not None and split.heads != form[1]:
+                    split = None
             fingerprint = started[1] if started is not None and values is not None else ""
-            group = _Group(form, Learnt(rates.shape[0], rates.shape[1], values), fingerprint)
-        group.learnt.learn(rates, self._half_life, requests=requests, tokens=tokens)
+            group = _Group(form, Learnt(rates.shape[0], rates.shape[1], values, split), fingerprint)
+        group.learnt.learn(rates, self._half_life, requests=requests, tokens=tokens, heads=heads)
         group.updated, group.dirty = now, True
         self._groups[key, low] = group
         self._groups.move_to_end((key, low))
@@ -201,7 +219,7 @@ class Learner:
 
     def _make_room(self) -> None:
         def cells() -> int:
-            return sum(group.learnt.values.size for group in self._groups.values())
+            return sum(group.learnt.size for group in self._groups.values())
 
         while len(self._groups) > 1 and (len(self._groups) > MAX_GROUPS or cells() > MAX_CELLS):
             gone, _ = self._groups.popitem(last=False)
@@ -284,10 +302,14 @@ class Learner:
                 continue
             layers, kv_heads, entry_bytes = group.form
             scale, rates = packed(np.clip(told.values, 0, 1))  # rounding may leave a value just beyond
+            head_scale, head_rates, each = 0.0, b"", 0
+            if told.heads is not None:
+                head_scale, head_rates = packed(np.clip(told.heads, 0, 1).reshape(layers, -1))
+                each = told.heads.shape[2]
             message = wire.Learnt(
                 model=key[0], revision=key[1], selector=key[2], layers=layers, kv_heads=kv_heads,
                 entry_bytes=entry_bytes, low=low, blocks=told.values.shape[1], requests=told.requests,
-                tokens=told.tokens, scale=scale, rates=rates,
+                tokens=told.tokens, scale=scale, rates=rates, cells=each, head_scale=head_scale, head_rates=head_rates,
             )  # fmt: skip
             for node in self._sources.get(key, ()):
                 self.counters["learnt_told"] += 1
@@ -353,8 +375,9 @@ class Learner:
                 if fingerprint != profile.parameters.get("start", ""):
                     log.info("learnt importance dropped: another profile is installed", model=profile.model)
                     return
-                learnt = Learnt(profile.layers, blocks, self._fitted(group.matrix.values, blocks))
-                learnt.weight = min(max(float(profile.parameters.get(f"filled.{group.low}", 0.0)), 1e-9), 1.0)
+                learnt = Learnt(profile.layers, blocks, self._fitted(group.matrix.values, blocks), group.matrix.heads)
+                weight = float(profile.parameters.get(f"filled.{group.low}", 0.0))
+                learnt.weight = learnt.head_weight = min(max(weight, 1e-9), 1.0)
                 learnt.requests, learnt.tokens = float(group.samples), float(group.steps)
                 form = (profile.layers, profile.kv_heads, profile.entry_bytes)
                 self._groups[key, group.low] = _Group(form, learnt, fingerprint, updated=now)

@@ -29,7 +29,9 @@ class LearntExchange:
         self._learner = learner
         self._sessions = sessions
         self._running: asyncio.Task[None] | None = None
-        self._saving: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[str] | None = None
+        self.trouble = ""
+        """Why what was learnt could not be written down, in a sentence, until it can; status shows it."""
 
     def start(self) -> None:
         self._running = asyncio.create_task(self.run())
@@ -59,7 +61,7 @@ class LearntExchange:
             if time.monotonic() - saved >= SAVE_S:
                 saved = time.monotonic()
                 self._saving = asyncio.create_task(asyncio.to_thread(_save, self._learner.unsaved()))
-                await asyncio.shield(self._saving)
+                self.trouble = await asyncio.shield(self._saving)
 
     def _tell(self) -> None:
         if not self._learner.waiting:
@@ -71,11 +73,14 @@ class LearntExchange:
                     live[node].send(message)
 
 
-def _save(unsaved: list[tuple[Path, bytes]]) -> None:
-    """Write state files, each in one step."""
+def _save(unsaved: list[tuple[Path, bytes]]) -> str:
+    """Write state files, each in one step; what went wrong, in a sentence, or nothing."""
+    trouble = ""
     for path, data in unsaved:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, data)
         except (OSError, InvalidArgument) as error:
             log.warning("learnt importance not saved", file=str(path), reason=str(error))
+            trouble = f"what was learnt is not saved and would not outlive a restart: {error}"
+    return trouble

@@ -17,6 +17,7 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from kvd.errors import KvdError
+from kvd.lograte import Repeated
 from kvd.logstream import PatientHandler
 
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
@@ -59,7 +60,7 @@ def configure(
     root.setLevel(number)
     logging.captureWarnings(True)
     structlog.configure(
-        processors=[*shared[:-1], structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[Repeated(), *shared[:-1], structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,

@@ -14,7 +14,8 @@ import structlog
 
 from kvd.blocks import block_bounds
 from kvd.errors import Busy, InvalidArgument, InvalidProfile, NotFound
-from kvd.importance.counts import SelectionCounts
+from kvd.importance.counts import HeadCounts, SelectionCounts
+from kvd.importance.heads import CELLS
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.learnt import Key, Learner
 from kvd.profiling import files
@@ -40,6 +41,8 @@ class _Recording:
 
     spec: KVSpec
     counts: SelectionCounts
+    by_head: HeadCounts | None = None
+    """None where a process did not count so."""
     prompts: int = 0
     steps: int = 0
 
@@ -110,7 +113,7 @@ class Profiles:
             return Profiled(matrix=learnt)
         timing = profile.timing(spec.entry_bytes)
         return Profiled(
-            matrix=learnt or group.matrix,
+            matrix=_split(learnt, group.matrix) if learnt is not None else group.matrix,
             prefill_s=timing.prefill_s(length) if timing else 0.0,
             transfer_s=timing.transfer_s(length) * len(lengths) if timing else 0.0,
         )
@@ -125,11 +128,13 @@ class Profiles:
         steps: int,
         counts: bytes,
         blocks: int,
+        by_head: bytes = b"",
         asked: bool = True,
         source: NodeId = "",
         now: float = 0.0,
     ) -> None:
-        """Add what one transfer selected: float32 (layers, blocks), summed over rows, heads and steps.
+        """Add what one transfer selected: float32 (layers, blocks), summed over rows, heads and steps; and ``by_head``,
+        float32 (layers, heads, cells), which counts where the transfer has all of the model's heads.
 
         The learner learns from it, if there is one, and tells ``source``; what a process ``asked`` for is recorded.
         Raises :class:`InvalidArgument` for counts that can't be, and :class:`Busy` when too many models are recorded.
@@ -140,12 +145,15 @@ class Profiles:
                 blocks=blocks,
             )
         counted = _checked_counts(spec.layers, blocks, counts, lengths, heads * steps)
+        cells = _checked_cells(spec.layers, heads, by_head, lengths, steps) if by_head else None
+        if heads != spec.kv_heads:
+            cells = None  # a tensor-parallel rank's, which say nothing of the others
         if self.learner is not None:
             self.learner.report(
                 spec,
                 selector,
                 max(lengths),
-                counted.matrix(),
+                counted.matrix(cells),
                 requests=len(lengths) * heads / spec.kv_heads,
                 tokens=float(steps * len(lengths)),
                 source=source,
@@ -173,7 +181,10 @@ class Profiles:
                     retry_after_s=3600.0,
                 )
             recording = _Recording(spec, SelectionCounts(spec.layers, blocks))
+            recording.by_head = HeadCounts(spec.layers, spec.kv_heads) if cells is not None else None
         recording.counts.merge(counted)
+        if recording.by_head is not None and cells is not None:
+            recording.by_head.merge(cells)
         recording.prompts += len(lengths)
         recording.steps += steps * len(lengths)
         self._recordings[key] = recording
@@ -197,7 +208,7 @@ class Profiles:
         spec = list(found.values())[-1].spec  # of several revisions, the one that was begun last
         found = {key: r for key, r in found.items() if key[1] == spec.revision}
         groups = tuple(
-            ProfileGroup(key[3], 2 * key[3], r.counts.matrix(), r.prompts, r.steps) for key, r in found.items()
+            ProfileGroup(key[3], 2 * key[3], r.counts.matrix(r.by_head), r.prompts, r.steps) for key, r in found.items()
         )
         profile = Profile(
             model=spec.model,
@@ -254,6 +265,12 @@ class Profiles:
         return max(mine, key=lambda profile: profile.created, default=None)
 
 
+def _split(learnt: ImportanceMatrix, recorded: ImportanceMatrix) -> ImportanceMatrix:
+    """What was learnt, by head as the profile has it where that was not learnt: what parts of a prompt a head prefers
+    depends little on the workload."""
+    return learnt if learnt.heads is not None else learnt.with_heads(recorded.heads)
+
+
 def _by_age(folder: Path) -> list[Path]:
     """The folder's profile files, the newest last: of two for one model, it is the one in use."""
     aged = []
@@ -272,6 +289,30 @@ def _file_name(profile: Profile) -> str:
     """One file for each model, revision and selector, so that what is installed replaces what was."""
     key = "\0".join((profile.model, profile.revision, profile.selector))
     return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.kvdprofile"
+
+
+def _checked_cells(layers: int, heads: int, data: bytes, lengths: tuple[int, ...], steps: int) -> HeadCounts:
+    """The same by head."""
+    found = HeadCounts(layers, heads)
+    if len(data) != 4 * found.selected.size:
+        raise InvalidArgument(
+            f"{len(data)} bytes of counts by head do not fit {layers} layers, {heads} KV heads and {CELLS} cells",
+            heads=heads,
+        )
+    found.chances[:] = float(steps) * sum(np.diff(block_bounds(length, CELLS)) for length in lengths)
+    selected = np.frombuffer(data, np.float32).reshape(found.selected.shape).astype(np.float64)
+    most = found.chances[:, None]
+    wrong = np.argwhere(~((selected >= 0) & (selected <= most * (1 + 2**-23))))
+    if wrong.size:
+        layer, head, cell = wrong[0].tolist()
+        raise InvalidArgument(
+            f"layer {layer}, KV head {head}, cell {cell} has {selected[layer, head, cell]:g} selections and "
+            f"{found.chances[layer, cell]:g} chances; count each selection once",
+            layer=layer,
+            head=head,
+        )
+    np.minimum(selected, most, out=found.selected)
+    return found
 
 
 def _checked_counts(layers: int, blocks: int, counts: bytes, lengths: tuple[int, ...], chances: int) -> SelectionCounts:

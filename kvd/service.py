@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,7 +13,7 @@ import structlog
 
 from kvd.api.checks import check_fetch, check_open, checked_ranking, source_node
 from kvd.api.server import Answer, ClientSession
-from kvd.errors import Aborted, InvalidArgument, KvdError, NotFound
+from kvd.errors import Aborted, AlreadyExists, InvalidArgument, KvdError, NotFound
 from kvd.placing import Placing
 from kvd.profiles import MAX_FILE, Profiles
 from kvd.transfer import events as ev
@@ -214,30 +215,41 @@ class Service:
             check_held(tuple(request.held), tuple(request.lengths))
             held = [TokenRange(row, r.start, r.stop) for r in request.held for row in rows_of(layout, r.row)]
         tensors, target = await self._placing.open(client.id, request, layout)
+        open_part = functools.partial(
+            self._engine.open,
+            role=role,
+            process=self,
+            client=client.id,
+            request=request.request,
+            rank=request.rank,
+            ranks=request.ranks,
+            head_start=request.head_start,
+            spec=request.spec,
+            layout=layout,
+            lengths=[length for length in request.lengths for _ in range(layout.sequence_rows)],
+            peer=peer,
+            handle=handle,
+            held=held,
+            deadline_s=request.deadline_s or self._deadline_s,
+            mode=request.mode,
+            selector=request.selector,
+            prefill_s=request.prefill_s if isinstance(request, api.OpenSource) else 0.0,
+            tensors=tensors,
+            target=target,
+            still_there=lambda: client.id not in self._lost,
+            opened=lambda transfer, generation: self._remember(client, transfer, generation),
+        )
         try:
-            transfer, handle, lease = await self._engine.open(
-                role=role,
-                process=self,
-                client=client.id,
-                request=request.request,
-                rank=request.rank,
-                ranks=request.ranks,
-                head_start=request.head_start,
-                spec=request.spec,
-                layout=layout,
-                lengths=[length for length in request.lengths for _ in range(layout.sequence_rows)],
-                peer=peer,
-                handle=handle,
-                held=held,
-                deadline_s=request.deadline_s or self._deadline_s,
-                mode=request.mode,
-                selector=request.selector,
-                prefill_s=request.prefill_s if isinstance(request, api.OpenSource) else 0.0,
-                tensors=tensors,
-                target=target,
-                still_there=lambda: client.id not in self._lost,
-                opened=lambda transfer, generation: self._remember(client, transfer, generation),
-            )
+            while True:
+                try:
+                    transfer, handle, lease = await open_part()
+                    break
+                except AlreadyExists:
+                    # Of a process that has gone, and whose requests are just being ended: its successor is welcome.
+                    holder = self._holder(request)
+                    if holder is None or not holder.leaving:
+                        raise
+                    await holder.wait_gone()
         except BaseException:
             if tensors is not None:
                 tensors.give_back()
@@ -260,6 +272,14 @@ class Service:
             fds += tensors.memory.descriptors
             reply.descriptors = len(fds)
         return reply, fds
+
+    def _holder(self, request: api.OpenSource | api.OpenSink) -> ClientSession | None:
+        """The process that has a transfer of this name open."""
+        for opened in self._opened.values():
+            other = opened.request
+            if type(other) is type(request) and (other.request, other.rank) == (request.request, request.rank):
+                return opened.client
+        return None
 
     def _count_blocks(self, request: api.OpenSource | api.OpenSink) -> int:
         """In how many blocks a process is to count what it selects; 0: it need not."""
@@ -338,6 +358,7 @@ class Service:
             heads=layout.kv_heads,
             steps=request.steps,
             counts=request.counts,
+            by_head=request.by_head,
             blocks=request.blocks,
             asked=request.asked,
             source=self._engine.core.parts[request.transfer].peer,

@@ -62,6 +62,23 @@ def bytes_of(value: Any) -> Bytes:
     return array.view(np.uint8)
 
 
+def floats_of(value: Any) -> npt.NDArray[np.float32]:
+    """Real numbers in an array, a tensor or nested lists as contiguous float32; copied only where that needs it.
+
+    Raises :class:`InvalidArgument` for what is none."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(value, torch.Tensor):
+            if value.is_complex():
+                raise TypeError("complex numbers")
+            value = value.detach().to("cpu", torch.float32).numpy()  # NumPy has no bfloat16, and knows no other device
+        elif np.iscomplexobj(value):
+            raise TypeError("complex numbers")
+        return np.ascontiguousarray(value, np.float32)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor that has no array
+        raise InvalidArgument(f"expected an array or a tensor of real numbers: {str(error).splitlines()[0]}") from None
+
+
 def check_fits(half: int, itemsize: int, dtype: Any) -> None:
     """Raise :class:`InvalidArgument` unless half an entry is a whole number of ``dtype``."""
     if not itemsize:

@@ -8,13 +8,14 @@ import numpy as np
 
 from kvd_client.connection import Connection
 from kvd_client.errors import InvalidArgument
+from kvd_client.forks import OfOneProcess
 from kvd_client.layouts import Placement
 from kvd_client.parts import OpenedCache
 from kvd_client.spec import PartLayout
 from kvd_client.tensors import DeviceTensors, Indices
 
 
-class Cache:
+class Cache(OfOneProcess):
     """Blocks of a device's memory; made by :meth:`kvd_client.Client.open_cache`. Any thread may use it."""
 
     def __init__(

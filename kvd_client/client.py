@@ -40,7 +40,7 @@ _PIECE = 512 << 10
 """Bytes of a profile file in one message."""
 
 
-class Client:
+class Client(forks.OfOneProcess):
     """The node's daemon, as seen by one inference process. Blocking; any thread may use it.
 
     ``socket_path`` defaults to :func:`default_socket`. ``name`` is what the process calls itself
@@ -158,9 +158,10 @@ class Client:
         engine's cache already (:meth:`open_cache`), row ``r`` in its ``blocks[r]``. A transfer that has only some of
         the cache's heads says in ``cache_head`` which of them is its first; :mod:`kvd_client.parallel` does so.
 
-        ``mask`` (one of :data:`kvd_client.spec.MASKS`, the same on both sides) says what is sent, ordered and marked by
-        itself: a token of a layer with all its KV heads, or with ``head`` each head's entry of it. By head less is sent
-        before the entries that attention wants, and what was fetched is not sent again; there are as many more pieces.
+        ``mask``, the same on both sides, says what is sent, ordered and marked by itself: a token of a layer with all
+        its KV heads, or with ``head`` each head's entry of it. By head less is sent before the entries that attention
+        wants, and what was fetched is not sent again; there are as many more pieces. ``auto`` is by head where
+        selection gains by it (:func:`kvd_client.spec.mask_of`); :attr:`Transfer.mask_by` has what came of it.
 
         Raises :class:`InvalidArgument`, :class:`AlreadyExists`, :class:`OutOfMemory`, :class:`Busy`,
         :class:`PeerUnknown`, :class:`ShuttingDown`.
@@ -190,12 +191,15 @@ class Client:
             cache=0 if cache is None else cache.id,
             table=table_of(blocks),
             cache_head=head_of(cache_head),
-            mask=mask,
+            mask=layout.mask_by,
         )
-        connection, part = self._open(message, layout.nbytes, cache)
-        transfer = PrefillTransfer(connection, part, layout, lengths)
-        transfer._place(cache, blocks, cache_head)
-        return transfer
+
+        def made(connection: Connection, part: Part) -> PrefillTransfer:
+            transfer = PrefillTransfer(connection, part, layout, lengths)
+            transfer._place(cache, blocks, cache_head)
+            return transfer
+
+        return self._open(message, layout.nbytes, cache, made)
 
     def decode(
         self,
@@ -268,12 +272,15 @@ class Client:
             cache_head=head_of(cache_head),
             unit=unit,
             pull=pull,
-            mask=mask,
+            mask=layout.mask_by,
         )
-        connection, part = self._open(message, layout.nbytes, cache)
-        transfer = DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
-        transfer._place(cache, blocks, cache_head)
-        return transfer
+
+        def made(connection: Connection, part: Part) -> DecodeTransfer:
+            transfer = DecodeTransfer(connection, part, layout, lengths, ranges, count_blocks=part.count_blocks)
+            transfer._place(cache, blocks, cache_head)
+            return transfer
+
+        return self._open(message, layout.nbytes, cache, made)
 
     def open_cache(self, spec: KVSpec, placement: Placement, blocks: int, *, heads: int = 0) -> Cache:
         """Memory for an engine's KV cache on a device of this node: for each layer of ``spec`` tensors of ``blocks``
@@ -294,11 +301,18 @@ class Client:
         layout = part_layout(spec, heads=heads or spec.kv_heads, rows=1, capacity=tokens, placed=True)
         return Cache(connection, opened, layout, placement, blocks)
 
-    def _open(self, message: OpenSource | OpenSink, nbytes: int, cache: Cache | None) -> tuple[Connection, Part]:
-        def do(connection: Connection) -> tuple[Connection, Part]:
+    def _open(
+        self, message: OpenSource | OpenSink, nbytes: int, cache: Cache | None, made: Callable[[Connection, Part], T]
+    ) -> T:
+        def do(connection: Connection) -> T:
             if cache is not None:
                 cache.check_of(connection)
-            return connection, connection.open(message, nbytes)
+            part = connection.open(message, nbytes)
+            try:
+                return made(connection, part)
+            except BaseException:  # an interrupt: its traceback would keep the part open
+                connection.drop(part)
+                raise
 
         return self._call(do)
 

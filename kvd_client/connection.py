@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 
 from kvd_client.doorbell import Doorbell
-from kvd_client.errors import Busy, DaemonLost, DaemonUnreachable, ProtocolError
+from kvd_client.errors import AlreadyExists, Busy, DaemonLost, DaemonUnreachable, ProtocolError
 from kvd_client.exchange import NOTICE_S, Exchange, close_fds, error_of
 from kvd_client.mapping import Mapping
 from kvd_client.parts import OpenedCache, Part, map_channels, raise_if_failed, released_error
@@ -26,6 +26,7 @@ from kvd_client.protocol import (
     OpenSink,
     OpenSource,
     Release,
+    Reply,
     Welcome,
 )
 from kvd_client.ring import RING_SLOTS, SLOT_FAILED
@@ -94,32 +95,51 @@ class Connection(Exchange):
 
     def open(self, message: OpenSource | OpenSink, nbytes: int) -> Part:
         """Open a transfer whose lease must have ``nbytes`` bytes, and map it."""
-        reply, fds = self.request(message)
+        reply, fds = self._request_open(message)
         try:
-            if not isinstance(reply, Opened) or not reply.descriptors:
-                raise ProtocolError(f"the daemon answered an open with {type(reply).__name__}")
-            self._check_descriptors(reply, fds)
-            if reply.nbytes < nbytes or not 0 <= reply.slot < RING_SLOTS:
-                raise ProtocolError(
-                    f"the daemon opened {reply.nbytes} bytes in slot {reply.slot} for a part of {nbytes} bytes",
-                    nbytes=reply.nbytes,
-                    need=nbytes,
-                )
-            dropped = functools.partial(self._orphans.append, Release(transfer=reply.transfer))
-            channels = map_channels(reply.tensors, fds[1:])
-            # A source writes every page; a sink may read few, and the kernel maps its faults' neighbours with them.
-            source = isinstance(message, OpenSource)
-            part = Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped, whole=source), channels)
+            try:
+                part = self._part(message, nbytes, reply, fds)
+            finally:
+                close_fds(fds)
+            with self._lock:
+                self._parts[part.transfer] = part
+                part.ended = self._early.pop(part.transfer, None)
+            return part
         except BaseException:  # an interrupt, too: nobody else could ever give it back
             if isinstance(reply, Opened):
                 self._orphans.append(Release(transfer=reply.transfer))
             raise
-        finally:
-            close_fds(fds)
-        with self._lock:
-            self._parts[part.transfer] = part
-            part.ended = self._early.pop(part.transfer, None)
-        return part
+
+    def _part(self, message: OpenSource | OpenSink, nbytes: int, reply: Reply, fds: list[int]) -> Part:
+        if not isinstance(reply, Opened) or not reply.descriptors:
+            raise ProtocolError(f"the daemon answered an open with {type(reply).__name__}")
+        self._check_descriptors(reply, fds)
+        if reply.nbytes < nbytes or not 0 <= reply.slot < RING_SLOTS:
+            raise ProtocolError(
+                f"the daemon opened {reply.nbytes} bytes in slot {reply.slot} for a part of {nbytes} bytes",
+                nbytes=reply.nbytes,
+                need=nbytes,
+            )
+        dropped = functools.partial(self._orphans.append, Release(transfer=reply.transfer))
+        channels = map_channels(reply.tensors, fds[1:])
+        # A source writes every page; a sink may read few, and the kernel maps its faults' neighbours with them.
+        source = isinstance(message, OpenSource)
+        return Part(reply, Mapping(fds[0], reply.offset, nbytes, dropped, whole=source), channels)
+
+    def drop(self, part: Part) -> None:
+        """Give a part back, with the next request, for a caller who never got it."""
+        self._orphans.append(Release(transfer=part.transfer))
+
+    def _request_open(self, message: OpenSource | OpenSink) -> tuple[Reply, list[int]]:
+        while True:
+            try:
+                return self.request(message)
+            except AlreadyExists:
+                # An earlier attempt, which a timeout or a signal handler has ended before its reply came, has been
+                # carried out all the same. That reply came before this one, and what it opened goes back with the
+                # next request.
+                if not self._orphans:
+                    raise
 
     def open_cache(self, message: OpenCache) -> OpenedCache:
         """Open a cache, and map its channels where that is possible."""

@@ -12,6 +12,7 @@ import numpy as np
 from kvd_client.arguments import deadline_of, whole
 from kvd_client.arrays import Bytes, check_fits, items_of
 from kvd_client.connection import Connection
+from kvd_client.counters import ALWAYS_LAYERS
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.parts import Part, raise_if_failed, released_error
 from kvd_client.ring import ALL_ROWS, EVENT_IDLE
@@ -111,13 +112,23 @@ class DecodeTransfer(Transfer):
         """Wait until no token of the layer (default: of any layer) is remote.
 
         Raises the error with which the transfer failed, unless all of the layer is in place anyway;
-        :class:`DeadlineExceeded` after ``timeout_s`` seconds, with the transfer going on.
+        :class:`DeadlineExceeded` after ``timeout_s`` seconds, with the transfer going on. In mode ``speculative`` who
+        waits for everything, or for a layer behind the first two, leaves the network unused, as :meth:`idle` says; in
+        ``partial``, ``profile`` and ``parallel`` what is not pushed comes by :meth:`select` alone.
         """
         layer = None if layer is None else self._check_layer(layer)
         what = "the transfer" if layer is None else f"layer {layer}"
-        self._wait_until(
-            lambda: self._all_complete() if layer is None else self._complete(layer), layer, what, timeout_s
-        )
+        doorbell, transfer = self._connection.doorbell, self._part.transfer
+        first = ALWAYS_LAYERS if layer is None else layer
+
+        def complete() -> bool:
+            if self._all_complete() if layer is None else self._complete(layer):
+                return True
+            if doorbell.wants_idle and ALWAYS_LAYERS <= first < self.layout.layers:
+                doorbell.ring(EVENT_IDLE, first, transfer, ALL_ROWS, 0, 0)  # a full ring says that windows abound
+            return False
+
+        self._wait_until(complete, layer, what, timeout_s)
 
     def wait_metadata(self, layer: int | None = None, timeout_s: float | None = None) -> None:
         """Wait until the layer's metadata (default: every layer's) is in place; raises as :meth:`wait_ready`."""
@@ -289,7 +300,8 @@ class DecodeTransfer(Transfer):
         pending = self.prepare_select(layer, index, slot=slot, parallel=parallel)
         if order is not None and not (
             isinstance(order, np.ndarray)
-            and (order.dtype, order.shape) == (index.dtype, index.shape)
+            and order.dtype == np.int32
+            and order.shape == index.shape
             and order.flags.writeable
         ):
             raise InvalidArgument(f"order must be an int32 array of shape {index.shape}, to write into", layer=layer)

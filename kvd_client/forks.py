@@ -1,4 +1,4 @@
-"""Which process this is, without a system call.
+"""Which process this is, without a system call, and what can't leave it.
 
 ``os.fork`` in a child runs the hook below before anything else; a client compares the number with the one that it
 was made with.
@@ -7,10 +7,21 @@ was made with.
 from __future__ import annotations
 
 import os
+from typing import NoReturn, SupportsIndex
 
 from kvd_client.errors import InvalidArgument
 
 pid = os.getpid()
+
+
+class OfOneProcess:
+    """What can neither be pickled nor copied: it has descriptors and memory that its daemon lent to this process."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise InvalidArgument(
+            f"a {type(self).__name__} can't be pickled or copied; give another process the daemon's socket_path, and "
+            "let it make a Client of its own"
+        )
 
 
 def check(maker: int) -> None:

@@ -26,7 +26,7 @@ from kvd_client.decode import DecodeTransfer
 from kvd_client.errors import Busy, DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.fetch import FetchHandle
 from kvd_client.pending import NOTHING, PendingSelection
-from kvd_client.protocol import MAX_FRAME, ReportSelections
+from kvd_client.protocol import COUNT_CELLS, MAX_FRAME, ReportSelections
 from kvd_client.spec import MASK_LOCAL, MASK_REMOTE
 from kvd_client.transfer import Index
 
@@ -61,8 +61,10 @@ class Lanes:
         self._asked = False
         """Whether the process wants these counts, and not only the daemon."""
         self._lengths = np.asarray(self.lengths, np.int64)
+        self._cells: npt.NDArray[np.int64] | None = None
+        """(layers, KV heads, cells): what is counted by head beside the blocks."""
         if count_blocks:
-            self._blocks = np.zeros((self.layout.layers, count_blocks), np.int64)
+            self._begin_counting(count_blocks)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -331,6 +333,19 @@ class Lanes:
         accumulate_blocks(index, counts, np.tile(self._lengths, len(waiting)), beyond="skip")
         if rows > 1:
             target += counts.reshape(len(waiting), rows, -1).sum(axis=1)
+        if self._cells is not None:
+            heads = self._cells.shape[1]
+            by_row = np.zeros((len(index), COUNT_CELLS), np.int64)
+            lengths = np.tile(np.repeat(self._lengths, self.layout.heads), len(waiting))
+            accumulate_blocks(index, by_row, lengths, beyond="skip")
+            by_head = by_row.reshape(len(waiting), self.layout.sequences, heads, COUNT_CELLS).sum(axis=1)
+            self._cells[first : first + len(waiting)] += by_head
+
+    def _begin_counting(self, blocks: int) -> None:
+        layers, heads = self.layout.layers, self.layout.kv_heads
+        self._blocks = np.zeros((layers, blocks), np.int64)
+        fits = heads > 1 and 4 * layers * (blocks + heads * COUNT_CELLS) <= _FRAME_ROOM
+        self._cells = np.zeros((layers, heads, COUNT_CELLS), np.int64) if fits else None
 
     def count_blocks(self, blocks: int) -> None:
         layers, blocks = self.layout.layers, whole("blocks", blocks)
@@ -342,7 +357,7 @@ class Lanes:
             )
         with self._lock:
             self._uncounted.clear()
-            self._blocks = np.zeros((layers, blocks), np.int64)
+            self._begin_counting(blocks)
             self._counted[:] = 0
             self._asked = True
 
@@ -352,13 +367,15 @@ class Lanes:
             steps = int(self._counted.max())
             if self._blocks is None or not steps:
                 return
-            counts, self._blocks = self._blocks, np.zeros_like(self._blocks)
+            counts, cells = self._blocks, self._cells
+            self._begin_counting(counts.shape[1])
             self._counted[:] = 0
         message = ReportSelections(
             transfer=self._transfer.id,
             blocks=counts.shape[1],
             steps=steps,
             counts=counts.astype("<f4").tobytes(),
+            by_head=b"" if cells is None else cells.astype("<f4").tobytes(),
             asked=self._asked,
         )
         self._transfer._connection.request(message)

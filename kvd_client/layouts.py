@@ -91,7 +91,8 @@ class TensorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensor_stride: int
     """Bytes of a tensor in each channel."""
     kind: str
-    """``flat``, ``round-robin``, or another, by which each channel has ``shard_pages`` pages in a row."""
+    """``flat``; ``round-robin``; ``striped``, where ``shard_pages`` pages at a time go round; or another, by which each
+    channel has ``shard_pages`` pages in a row."""
     channels: int
     shard_pages: int
     blocks: int

@@ -13,7 +13,7 @@ from kvd_client.arguments import whole, whole_numbers
 from kvd_client.errors import InvalidArgument
 from kvd_client.layouts import Placement
 from kvd_client.protocol import MODES
-from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, part_layout
+from kvd_client.spec import KVSpec, MetadataSpec, PartLayout, TokenRange, mask_of, part_layout
 
 if TYPE_CHECKING:
     from kvd_client.cache import Cache
@@ -30,7 +30,7 @@ def layout_of(
     placed: bool = False,
     mask: str = "token",
 ) -> tuple[PartLayout, int]:
-    """The layout of a part, and the first of its KV heads."""
+    """The layout of a part, and the first of its KV heads; ``mask`` may be left to :func:`kvd_client.spec.mask_of`."""
     if not isinstance(spec, KVSpec):
         raise InvalidArgument(f"spec is a {type(spec).__name__}; it must be a KVSpec")
     spec.check()
@@ -62,7 +62,7 @@ def layout_of(
         landing_entries=landing_entries,
         landing_slots=landing_slots,
         placed=placed,
-        mask=mask,
+        mask=mask_of(mask, heads=count, rows=len(lengths), metadata=metadata, placed=placed),
     )
     return layout, start
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.arguments import deadline_of, whole
-from kvd_client.arrays import Bytes, items_of
+from kvd_client.arrays import Bytes, floats_of, items_of
 from kvd_client.connection import Connection
 from kvd_client.errors import DeadlineExceeded, InvalidArgument, KvdError
 from kvd_client.exchange import error_of
@@ -143,20 +143,24 @@ class PrefillTransfer(Transfer):
         ``shares``: (rows, blocks), for any number of blocks of equal size (relative positions, as profiles have them)
         the share of what could have been selected there, 0 to 1. ``weight`` is what that counts against the profile.
         Changes the order only; the profile's holds until then. False where the transfer's mode has no order to change,
-        so that further rankings are of no use. With a mask by head it is (rows * heads, blocks), each head's own share.
+        so that further rankings are of no use. ``shares`` may also be (rows * heads, blocks), each head's own: with a
+        mask by head they sort each head's entries, else their mean counts.
 
         Raises :class:`InvalidArgument` for a layer or numbers that make no sense.
         """
         layer = self._check(layer)
-        try:
-            array = np.ascontiguousarray(shares, np.float32)
-        except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor that has no array
-            raise InvalidArgument(f"a ranking has numbers of shape (rows, blocks): {error}", layer=layer) from None
-        if array.ndim != 2 or len(array) != self.layout.rows:
+        array = floats_of(shares)
+        rows, heads = self.layout.sequences, self.layout.kv_heads
+        if array.ndim != 2 or len(array) not in (rows, rows * heads):
             raise InvalidArgument(
-                f"a ranking has shape (rows, blocks), here ({self.layout.rows}, blocks), not {array.shape}",
+                f"a ranking has shape (rows, blocks), here ({rows}, blocks), or ({rows * heads}, blocks) by head, not "
+                f"{array.shape}",
                 layer=layer,
             )
+        if len(array) > self.layout.rows:
+            array = array.reshape(rows, heads, array.shape[1]).mean(axis=1)
+        elif len(array) < self.layout.rows:
+            array = array.repeat(heads, axis=0)
         message = RankBlocks(
             transfer=self.id, layer=layer, blocks=array.shape[1], shares=array.tobytes(), weight=weight
         )
@@ -204,6 +208,13 @@ class PrefillTransfer(Transfer):
         except KvdError:
             self._told = True
             raise
+
+    def poll_delivered(self) -> bool:
+        """Whether the sink has everything; one system call, and no waiting. Raises as :meth:`finish`."""
+        if self._delivered():
+            return True
+        self.check()
+        return False
 
     def wait_delivered(self, timeout_s: float | None = None) -> None:
         """Wait until the sink has everything; raises as :meth:`finish`."""

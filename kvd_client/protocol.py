@@ -32,6 +32,8 @@ from kvd_client.statuses import (
 )
 
 PROTOCOL_VERSION = 2
+COUNT_CELLS = 40
+"""In so many parts of the prompt selections are counted by KV head."""
 MAX_FRAME = 1 << 20
 MAX_DEPTH = 16
 MODES = ("full", "partial", "profile", "parallel", "speculative")
@@ -218,6 +220,9 @@ class ReportSelections(Message, tag="report_selections"):
     """Decode steps counted."""
     counts: bytes
     """float32, layers * blocks: entries selected, summed over rows, heads and steps."""
+    by_head: bytes = b""
+    """float32, layers * KV heads * :data:`COUNT_CELLS`: the same by KV head of the part, in as many equal parts of the
+    prompt, summed over rows and steps; empty where that would not fit into the message."""
     asked: bool = True
     """The process wants a profile recorded; else the daemon wanted to learn (:attr:`Opened.count_blocks`)."""
 

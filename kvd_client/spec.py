@@ -21,6 +21,7 @@ Where the layers lie in a device's memory (:mod:`kvd_client.layouts`), the lease
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +42,8 @@ MAX_LAYERS, MAX_HEADS, MAX_ROWS, MAX_TOKENS, MAX_ENTRY_BYTES = 1024, 1024, 4096,
 
 MASKS = ("token", "head")
 """What a mask byte stands for, and so what is sent by itself: a token of a layer with all KV heads, or one of them."""
+AUTO = "auto"
+"""Let :func:`mask_of` choose one."""
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -291,6 +294,25 @@ def part_layout(
         placed=placed,
         sequence_rows=heads if by_head else 1,
     ).check()
+
+
+def mask_of(mask: str, *, heads: int, rows: int, metadata: Sequence[MetadataSpec] = (), placed: bool = False) -> str:
+    """One of :data:`MASKS`: ``mask`` itself, or for :data:`AUTO` by head wherever selection can gain by it.
+
+    That is where there are several heads, each of which selects by itself, and metadata to select by, within the
+    limits of :func:`part_layout`. The source's memory is arranged by it before anybody knows the sink, so both ends
+    choose by what must be equal at both: heads, rows and metadata; an end whose tensors are in a device's layout goes
+    by token, and the other end must be told. The mode is not asked, since often only the sink has it, and costs full
+    transfer nothing. Raises :class:`InvalidArgument` for another name.
+    """
+    if mask != AUTO:
+        if mask not in MASKS:
+            raise InvalidArgument(
+                f"there is no mask by {mask!r}; choose one of {', '.join((AUTO, *MASKS))}", mask=str(mask)[:100]
+            )
+        return mask
+    by_head = bool(metadata) and heads > 1 and rows * heads <= MAX_ROWS and not placed
+    return "head" if by_head else "token"
 
 
 def check_name(what: str, name: str) -> None:

@@ -41,6 +41,11 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     bytes_received: int = 0
     error: str = ""
     """Why it is down; while it is connected, why not over the fabric that it would be otherwise."""
+    down_s: float = 0.0
+    """How long ago it was lost, or could not be reached for the first time; 0 while it is connected, and where nobody
+    has tried."""
+    trouble: str = ""
+    """What is wrong though it may be connected: a second daemon goes by its id."""
 
 
 class MemoryStatus(msgspec.Struct, kw_only=True):

@@ -182,8 +182,11 @@ class DeviceTensors:
             return channel, slot
         if self.map.kind == "flat":
             return np.zeros_like(page), page
-        channel, slot = np.divmod(page, self.map.shard_pages)
-        return channel, slot
+        shard, slot = np.divmod(page, self.map.shard_pages)
+        if self.map.kind == "striped":
+            turn, shard = np.divmod(shard, self.map.channels)
+            slot = slot + turn * self.map.shard_pages
+        return shard, slot
 
 
 def _units_of(buffer: Bytes, unit: int) -> Bytes:

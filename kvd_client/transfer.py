@@ -18,6 +18,7 @@ from kvd_client.arguments import position
 from kvd_client.arrays import Bytes
 from kvd_client.connection import Connection
 from kvd_client.errors import DaemonLost, InvalidArgument, KvdError, NotFound
+from kvd_client.forks import OfOneProcess
 from kvd_client.parts import Part
 from kvd_client.protocol import Abort
 from kvd_client.spec import PartLayout
@@ -33,7 +34,7 @@ Self = TypeVar("Self", bound="Transfer")
 _MAX_REASON = 1000
 
 
-class Transfer:
+class Transfer(OfOneProcess):
     """What both sides have in common. Any thread may use a transfer.
 
     Every method raises what ended the transfer: the error that the daemon reported, :class:`DaemonLost`, or
@@ -65,6 +66,11 @@ class Transfer:
     def by_head(self) -> bool:
         """Whether each KV head has a mask of its own; with a single head there is no difference."""
         return self.layout.sequence_rows > 1
+
+    @property
+    def mask_by(self) -> str:
+        """What a mask byte stands for, one of :data:`kvd_client.spec.MASKS`; with a single head ``token``."""
+        return self.layout.mask_by
 
     @property
     def tensors(self) -> DeviceTensors:
@@ -109,6 +115,14 @@ class Transfer:
         """A metadata array of a layer: uint8 (bytes of the layer,), writable, not a copy."""
         start, nbytes = self.layout.metadata_array(self._check(layer), name)
         return self._memory[start : start + nbytes]
+
+    def check(self) -> None:
+        """Raise what has ended the transfer, if anything has; one system call, and no waiting.
+
+        For those who only poll: a daemon that is killed says so in no memory that it shared, but its socket closes.
+        """
+        self._connection.look()
+        self._connection.check_part(self._part)
 
     def abort(self, reason: str = "") -> None:
         """End the transfer on both sides with ``ABORTED``; the memory stays until :meth:`release`. Idempotent."""

@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvd.api.access import check_access, group_id, peer_of
@@ -30,6 +30,10 @@ _BACKLOG = 128
 _ACCEPTS_A_TURN = 16
 _ACCEPT_PAUSE_S = 0.5
 _MAX_PATH = 107
+LOOKERS = ("kvd status", "kvd metrics")
+"""What the commands call themselves that only ask for the status."""
+MOST_LOOKERS = 4
+"""How many of them are served above the limit of clients."""
 
 
 class ApiServer:
@@ -74,6 +78,11 @@ class ApiServer:
     def clients(self) -> list[ClientSession]:
         """The processes that have been welcomed and are connected."""
         return [session for session in self._sessions if session.welcomed and not session.closed]
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Requests that failed since the start, by code."""
+        return self._context.failures if self._context is not None else {}
 
     async def start(self) -> None:
         """Listen. Raises :class:`AddressInUse` where a daemon answers at the path already, and :class:`ConfigError`
@@ -276,7 +285,7 @@ class ApiServer:
         session = ClientSession(context, next(self._numbers), sock, peer)
         self._sessions.add(session)
         try:
-            if len(self._sessions) > 2 * self._limits.clients:
+            if len(self._sessions) > 2 * self._limits.clients + MOST_LOOKERS:
                 raise self._full()
             if self._group is not None:
                 check_access(peer, self._group, self._group_id)
@@ -284,8 +293,13 @@ class ApiServer:
             session.refuse(error)
 
     def _admit(self, session: ClientSession) -> None:
-        if len(self.clients) >= self._limits.clients:
+        others = self.clients
+        if len(others) < self._limits.clients:
+            return
+        # Who asks what is wrong must not be told only that too many ask.
+        if session.name not in LOOKERS or sum(other.looks_only for other in others) >= MOST_LOOKERS:
             raise self._full()
+        session.looks_only = True
 
     def _full(self) -> Busy:
         return Busy(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import select
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -20,7 +22,17 @@ from kvd.api.outbox import Outbox
 from kvd.api.service import Answer, ApiLimits, Log, Service
 from kvd.errors import Busy, KvdError, ProtocolError, VersionMismatch
 from kvd_client.framing import decode_request, encode
-from kvd_client.protocol import MAX_FRAME, PROTOCOL_VERSION, Failure, Hello, Reply, Request, Welcome
+from kvd_client.protocol import (
+    MAX_FRAME,
+    PROTOCOL_VERSION,
+    Failure,
+    Fetch,
+    GetStatus,
+    Hello,
+    Reply,
+    Request,
+    Welcome,
+)
 from kvd_client.ring import EVENT_IDLE, EVENT_LAYER_READY, EVENT_METADATA_READY
 
 _KINDS = (EVENT_LAYER_READY, EVENT_IDLE, EVENT_METADATA_READY)
@@ -42,6 +54,8 @@ class Context:
     """May raise a :class:`KvdError` to refuse."""
     gone: Callable[[ClientSession], None]
     """The session has ended, ``client_lost`` included."""
+    failures: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Requests that failed, by code."""
 
 
 class ClientSession:
@@ -53,10 +67,14 @@ class ClientSession:
         self.name = ""
         self.closed = False
         self.welcomed = False
+        self.looks_only = False
+        """It is one above the limit, and may ask for the status, nothing else."""
         self._context = context
         self._sock = sock
         self._outbox = Outbox(context.loop, sock, context.limits.write_buffer, stuck=self.close, left=self._left)
         self._tasks: set[asyncio.Future[Answer]] = set()
+        self._waiting: list[asyncio.Future[None]] = []
+        """For :meth:`wait_gone`."""
         self._inbox = Inbox(
             context.loop,
             sock,
@@ -112,6 +130,22 @@ class ClientSession:
     def close(self, reason: str) -> None:
         """End the connection; ``client_lost`` follows in a later turn of the loop. Idempotent."""
         self._close(reason, self._context.log.warning)
+
+    @property
+    def leaving(self) -> bool:
+        """The process has gone, whether or not that has been noticed, and ``client_lost`` will follow."""
+        if self.closed:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    async def wait_gone(self) -> None:
+        """Return once ``client_lost`` has been called for a process that is leaving."""
+        if self.welcomed:
+            waiting = self._context.loop.create_future()
+            self._waiting.append(waiting)
+            await waiting
 
     # --- frames in ------------------------------------------------------------------------------------------------
 
@@ -192,6 +226,8 @@ class ClientSession:
                     requests=len(self._tasks),
                     retry_after_s=RETRY_S,
                 )
+            if self.looks_only and type(request) is not GetStatus:
+                raise Busy("this connection was admitted above the limit, for the status only", retry_after_s=1.0)
             answer = context.service.handle(self, request)
         except Exception as error:
             self._fail(number, request, error)
@@ -227,11 +263,24 @@ class ClientSession:
     def _fail(self, number: int, request: Request, error: BaseException) -> None:
         if isinstance(error, KvdError):
             failure = Failure(id=number, code=error.code, message=error.message, fields=error.fields)
+            # A fetch fails with its transfer, whose end has a line of its own.
+            if type(request) is not Fetch:
+                self._context.log.warning(
+                    "request refused",
+                    request=getattr(request, "request", ""),
+                    kind=type(request).__name__,
+                    code=error.code,
+                    reason=error.message,
+                    client=self.id,
+                    name=self.name,
+                    pid=self.pid,
+                )
         else:
             name = type(request).__name__
             self._context.log.exception("request failed", request=name, client=self.id, exc_info=error)
             message = f"{name} failed inside the daemon ({type(error).__name__}); see its log"
             failure = Failure(id=number, code=KvdError.code, message=message)
+        self._context.failures[failure.code] += 1
         self._send(failure, ())
 
     # --- frames out -----------------------------------------------------------------------------------------------
@@ -289,9 +338,15 @@ class ClientSession:
             self.welcomed = False
             with contextlib.ExitStack() as after:
                 after.callback(self._context.gone, self)
+                after.callback(self._tell_waiting)
                 try:
                     self._context.service.client_lost(self)
                 except Exception:
                     self._context.log.exception("client_lost failed", client=self.id)
             return
         self._context.gone(self)
+
+    def _tell_waiting(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)

@@ -175,8 +175,8 @@ def demo(
         typer.Option(
             "--mask",
             metavar="M",
-            help="What is sent and marked by itself: a token, or each head's entry of it; several with commas. "
-            "[default: token]",
+            help="What is sent and marked by itself: token, or head, each head's entry of it; several with commas. "
+            "[default: auto, by head where the model has several]",
         ),
     ] = None,
     repeat: Annotated[
@@ -237,6 +237,7 @@ def demo(
             from kvd.demo import compare as comparing
             from kvd_client import selectors
             from kvd_client.protocol import MODES
+            from kvd_client.spec import AUTO as ANY_MASK
             from kvd_client.spec import MASKS
 
             algorithm = selector or "quest"
@@ -248,7 +249,7 @@ def demo(
                     modes=_names("--mode", mode, MODES) if mode is not None else MODES,
                     budgets=_names("--budget", budget or (",".join(_BUDGETS) if compare else "deadline"), _BUDGETS),
                     speculative=_names("--speculative", speculative or "adaptive", _SPECULATIVE),
-                    masks=_names("--mask", mask or "token", MASKS),
+                    masks=_names("--mask", mask or ANY_MASK, (ANY_MASK, *MASKS)),
                     shares=_shares(select or "0.1"),
                     selector=algorithm,
                     prefix_share=held,

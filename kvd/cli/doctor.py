@@ -1,4 +1,4 @@
-"""``kvd doctor``: what keeps RDMA and cards from working on this host, all at once, with fixes."""
+"""``kvd doctor``: what keeps RDMA, cards and peers from working with this host, all at once, with fixes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvd.cli.output import printable
 
 def doctor(path: Path | None) -> int:
     """Write one line a finding, and the fix below each problem; 1 if there is a problem, else 0."""
+    from kvd.cli.doctor_peers import examine_peers
+    from kvd.daemon import fingerprint
     from kvd.fabric.verbs import doctor as verbs
     from kvd.memory import tenstorrent
 
@@ -30,6 +32,7 @@ def doctor(path: Path | None) -> int:
     what, fix = tenstorrent.describe()
     # A card that nobody asked for is not missed.
     findings.append(verbs.Finding(what, fix if wants else ""))
+    findings += examine_peers(config, fingerprint(config))
     for finding in findings:
         typer.echo(f"{'ok  ' if finding.ok else 'FIX '} {printable(finding.what)}")
         if finding.fix:

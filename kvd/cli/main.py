@@ -34,8 +34,9 @@ class _Commands(TyperGroup):
 
 
 def exit_code(error: KvdError) -> int:
-    """What a command that ends with this error returns to the shell."""
-    if isinstance(error, ConfigError | InvalidArgument):
+    """What a command that ends with this error returns to the shell. What may mend itself is no wrong usage: a service
+    manager tries again."""
+    if isinstance(error, ConfigError | InvalidArgument) and not error.fields.get("passing"):
         return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, DaemonUnreachable) else EXIT_FAILED
 
@@ -94,8 +95,22 @@ def status(
 
 
 @app.command()
+def metrics(
+    socket: Socket = None,
+    config: ConfigFile = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve them at http://HOST:PORT/metrics.")
+    ] = None,
+) -> None:
+    """Write the daemon's metrics in Prometheus' format, or serve them. Exit code: 3 unreachable."""
+    from kvd.cli import metrics as command
+
+    raise typer.Exit(command.metrics(socket, config, listen=listen))
+
+
+@app.command()
 def doctor(config: ConfigFile = None) -> None:
-    """Find what keeps RDMA from working on this host. Exit code: 0 nothing, 1 something."""
+    """Find what keeps RDMA, cards and peers from working with this host. Exit code: 0 nothing, 1 something."""
     from kvd.cli import doctor as command
 
     raise typer.Exit(command.doctor(config))

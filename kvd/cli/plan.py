@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvd.cli.output import printable, write_parts
 from kvd.errors import InvalidArgument
+from kvd.reading import read_text
 from kvd.units import about
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def layouts(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({name: one.about for name, one in NAMED.items()}))
     else:
-        write_parts(f"{name:<20}  {one.about}" for name, one in NAMED.items())
+        width = max(map(len, NAMED))
+        write_parts(f"{name:<{width}}  {one.about}" for name, one in NAMED.items())
 
 
 def _layout(text: str, codec: str, block: int, channels: int, alignment: int, shard: int) -> Layout:
@@ -99,7 +100,7 @@ def _layout(text: str, codec: str, block: int, channels: int, alignment: int, sh
     if not text.endswith(".toml"):
         return named.get(text, codec=codec, block=block, channels=channels, alignment=alignment, shard=shard)
     try:
-        written = Path(text).read_text("utf-8")
+        written = read_text(text)
     except OSError as error:
         raise InvalidArgument(f"{text[-255:]} can't be read: {error.strerror}", file=text[-255:]) from None
     except UnicodeDecodeError:
@@ -136,7 +137,8 @@ def _described(layout: Layout) -> str:
     parts = [layout.name, layout.codec, f"[{order_text(layout)}]"]
     parts += [f"{axis} = {text}" for axis, text in axes_text(layout).items()]
     if place.kind != "flat":
-        parts.append(f"{place.kind} over {place.channels} channels")
+        shards = f" in shards of {_counted(place.shard_pages, 'page')}" if place.shard_pages else ""
+        parts.append(f"{place.kind} over {place.channels} channels{shards}")
     return ", ".join(parts)
 
 

@@ -120,6 +120,8 @@ def _shown(found: Mapping[str, Any]) -> Iterator[str | Table]:
     yield ""
     yield _groups_table(found["groups"])
     yield "MISS: on-demand ratio to expect at the first step, with 1/2 or 1/4 of all sent"
+    if any(group["cells"] for group in found["groups"]):
+        yield "BY HEAD: the same with masks by head, as the profile tells heads apart"
     if found["times"]:
         yield ""
         yield _times_table(found["times"])
@@ -127,8 +129,9 @@ def _shown(found: Mapping[str, Any]) -> Iterator[str | Table]:
 
 def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
     bars = _encodable(_BARS)
+    split = any(group["cells"] for group in groups)
     return table(
-        ("TOKENS", "PROMPTS", "STEPS", "MEAN", "MISS 1/2", "MISS 1/4", "BY POSITION"),
+        ("TOKENS", "PROMPTS", "STEPS", "MEAN", "MISS 1/2", "MISS 1/4", *(("BY HEAD",) if split else ()), "BY POSITION"),
         [
             (
                 f"{group['low']}-{group['high'] - 1}",
@@ -136,6 +139,7 @@ def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
                 str(group["steps"]),
                 number(group["mean"]),
                 *(number(ratio) for ratio in group["on_demand_ratio"].values()),
+                *((", ".join(number(each) for each in group["on_demand_ratio_by_head"].values()),) if split else ()),
                 _bars(group["positions"]) if bars else "-",
             )
             for group in groups
@@ -166,6 +170,7 @@ def _compared(found: Likeness) -> Iterator[str | Table]:
     yield (
         f"{found.blocks} blocks a layer: Pearson {number(found.pearson)}, Spearman {number(found.spearman)}, "
         f"top half shared {number(found.overlap)}"
+        + (f", differences of heads {number(found.heads)}" if found.heads is not None else "")
     )
     yield ""
     yield table(
@@ -198,6 +203,7 @@ def _compared_fields(found: Likeness) -> dict[str, Any]:
         "pearson": found.pearson,
         "spearman": found.spearman,
         "top_half": found.overlap,
+        "heads": found.heads,
         "layers": layers(found.layers()),
         "groups": [
             {
@@ -206,6 +212,7 @@ def _compared_fields(found: Likeness) -> dict[str, Any]:
                 "pearson": group.pearson,
                 "spearman": group.spearman,
                 "top_half": group.overlap,
+                "heads": group.heads,
                 "layers": layers(group.layers),
             }
             for group in found.groups

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import typer
 
 from kvd.cli import config as configuration
 from kvd.cli.output import printable
-from kvd.errors import ConfigError
+from kvd.errors import Busy, ConfigError, DaemonLost, DaemonUnreachable
 from kvd.host import SYSTEM_SOCKET, Host
 from kvd.units import about
 from kvd_client import Client
@@ -33,6 +34,7 @@ from kvd_client.statuses import (
 EXIT_OK, EXIT_DEGRADED = 0, 1
 BAR = 20
 MAX_TRANSFERS = 50
+_REQUESTS = "requests_failed_"
 MIN_WIDTH = 74
 NARROWEST = 8
 FINGERPRINT = 12
@@ -43,26 +45,34 @@ PATHS = {"proactive": "proactive", "on_demand": "on-demand", "speculative": "spe
 
 
 def status(socket: str | None, config: Path | None, *, as_json: bool, watch_s: float | None) -> int:
-    """Ask the daemon and write what it says; 0 if it is healthy, 1 if degraded.
+    """Ask the daemon and write what it says; 0 if it is healthy, 1 if degraded. ``watch_s``: again and again over one
+    connection, until it is interrupted; while a daemon that has answered is away, it says so and goes on.
 
     Raises :class:`~kvd.errors.DaemonUnreachable` with the socket and the way to start a daemon there.
     """
     path = find_socket(socket, config)
     terminal = sys.stdout.isatty()
-    while True:
-        with Client(path, name="kvd status") as client:
-            found = client.status()
-        if as_json:
-            text = to_json(found)
-        else:
-            width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
-            text = "\n".join(map(printable, render(found, width=max(width, MIN_WIDTH))))
-        if watch_s is not None and terminal and not as_json:
-            text = f"\x1b[H\x1b[2J{text}"
-        typer.echo(text)
-        if watch_s is None:
-            return EXIT_OK if found.health == "ok" else EXIT_DEGRADED
-        time.sleep(watch_s)
+    answered = False
+    with Client(path, name="kvd status") as client:
+        while True:
+            try:
+                found = client.status()
+            except (DaemonUnreachable, DaemonLost, Busy) as error:
+                if not answered or watch_s is None:
+                    raise
+                text = to_line({"error": error.code, "message": error.message}) if as_json else printable(error.message)
+            else:
+                answered = True
+                if as_json:
+                    text = to_json(found)
+                else:
+                    width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
+                    text = "\n".join(map(printable, render(found, width=max(width, MIN_WIDTH))))
+                if watch_s is None:
+                    typer.echo(text)
+                    return EXIT_OK if found.health == "ok" else EXIT_DEGRADED
+            typer.echo(f"\x1b[H\x1b[2J{text}" if terminal and not as_json else text)
+            time.sleep(watch_s)
 
 
 def find_socket(socket: str | None, config: Path | None) -> str:
@@ -87,6 +97,11 @@ def to_json(found: Status) -> str:
     """One line of JSON with the fields of :class:`~kvd_client.protocol.Status`."""
     tree = msgspec.to_builtins(found)
     del tree["type"], tree["id"]
+    return to_line(tree)
+
+
+def to_line(tree: Mapping[str, object]) -> str:
+    """One line of JSON."""
     return msgspec.json.encode(tree).decode()
 
 
@@ -108,6 +123,7 @@ def render(found: Status, *, width: int = 80) -> Iterator[str]:
     yield from _field("memory", _memory(found.memory), width)
     yield from _field("sent", _by_path(found.counters, "bytes_sent_"), width)
     yield from _field("tensors", _moved(found.counters), width)
+    yield from _field("failed", _failed(found.counters), width)
     yield ""
     yield from _peers(found.peers, width)
     yield ""
@@ -139,6 +155,22 @@ def _memory(memory: MemoryStatus) -> list[str]:
     ]
 
 
+def _failed(counters: Mapping[str, int]) -> list[str]:
+    """What did not work since the start: transfers and requests of processes by code, dials, connections refused."""
+    ended: Counter[str] = Counter()
+    for name, count in counters.items():
+        for prefix in ("transfers_ended_source_", "transfers_ended_sink_"):
+            if name.startswith(prefix) and not name.endswith("_OK"):
+                ended[name.removeprefix(prefix)] += count
+    asked = {name.removeprefix(_REQUESTS): count for name, count in counters.items() if name.startswith(_REQUESTS)}
+    items = [f"{code} {count}" for code, count in sorted(ended.items())]
+    items += [f"requests {code} {count}" for code, count in sorted(asked.items())]
+    for name, what in (("dials_failed", "dials"), ("connections_refused", "strangers")):
+        if count := counters.get(name, 0):
+            items.append(f"{what} {count}")
+    return items
+
+
 def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
     if not peers:
         yield "no peers"
@@ -146,13 +178,13 @@ def _peers(peers: Sequence[PeerStatus], width: int) -> Iterator[str]:
     rows = [("PEER", "STATE", "FABRIC", "ADDRESS", "SENT", "RECEIVED")]
     for peer in peers:
         traffic = about(peer.bytes_sent), about(peer.bytes_received)
-        rows.append((peer.node, peer.state, peer.fabric or "-", peer.address, *traffic))
+        state = f"{peer.state} {duration(peer.down_s)}" if peer.down_s else peer.state
+        rows.append((peer.node, state, peer.fabric or "-", peer.address, *traffic))
     table = columns(rows, right=(4, 5), give=(0, 3), width=width)
     yield table[0]
     for peer, line in zip(peers, table[1:], strict=True):
         yield line
-        if peer.error:
-            yield clip(f"  ! {peer.error}", width)
+        yield from (clip(f"  ! {text}", width) for text in (peer.error, peer.trouble) if text)
 
 
 def _transfers(transfers: Sequence[TransferStatus], width: int) -> Iterator[str]:

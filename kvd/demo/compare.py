@@ -23,6 +23,7 @@ from kvd.demo.report import rate, seconds
 from kvd.demo.stage import DAEMON, Stage, perform
 from kvd.units import Rate
 from kvd_client.protocol import MODES
+from kvd_client.spec import AUTO
 
 DEFAULT_TOKENS = 2000
 """Of the prompt."""
@@ -40,8 +41,8 @@ class Options:
     modes: tuple[str, ...] = MODES
     budgets: tuple[str, ...] = ("fixed", "deadline")
     speculative: tuple[str, ...] = ("adaptive",)
-    masks: tuple[str, ...] = ("token",)
-    """Of modes other than ``full``."""
+    masks: tuple[str, ...] = (AUTO,)
+    """Of modes other than ``full``, which goes by token."""
     shares: tuple[float, ...] = (0.1,)
     """Of entries selected; each is a series of runs of its own."""
     selector: str = "quest"
@@ -247,7 +248,7 @@ class _Compare(Stage[Comparison]):
         self._ask("release")
         await self.each("released", "prefill")
         return Run(
-            setting=setting,
+            setting=dataclasses.replace(setting, mask=decoded["mask"]),
             tokens=decoded["tokens"],
             times=[at - since for at in (first["at"], *decoded["at"])],
             selected=decoded["selected"],

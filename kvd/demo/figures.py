@@ -27,7 +27,7 @@ class Setting:
     speculative: str = ""
     """Of mode ``speculative``: ``windows`` or ``adaptive``."""
     mask: str = "token"
-    """What is sent and marked by itself: one of :data:`kvd_client.spec.MASKS`."""
+    """What is sent and marked by itself: one of :data:`kvd_client.spec.MASKS`, or before a run ``auto``."""
 
     @property
     def name(self) -> str:

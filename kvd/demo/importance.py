@@ -21,7 +21,7 @@ from kvd.profiling.recorder import Recorder, group_range
 from kvd.profiling.run import run
 from kvd_client.selectors import Selector
 
-FORM = 2
+FORM = 3
 """Grows when recording changes, so that an old result isn't taken for a new one."""
 SHARE = 0.1
 """Selected while recording, whatever the demo selects: the order of blocks depends little on it."""

@@ -39,16 +39,17 @@ def _serve(line: Line, folder: Path, name: str) -> None:
         lengths, share = [request["tokens"]], request["share"]
         with (
             Client(request["socket"], name="kvd demo decode") as client,
-            client.decode(
+            selective.open_sink(
+                client,
                 request["request"],
-                spec,
+                model,
                 lengths,
+                selector,
+                share=share,
+                spec=spec,
                 source=inference.NODES["prefill"],
-                metadata=selector.metadata(selective.shape_of(model, lengths)),
                 mode=request["mode"],
                 mask=request["mask"],
-                selector=selector.name,
-                landing_entries=selective.landing_entries(model, lengths, share),
             ) as transfer,
         ):
             first = line.command()["token"]
@@ -73,6 +74,7 @@ def _serve(line: Line, folder: Path, name: str) -> None:
                 fetch_wait_s=[step.fetch_wait_s for step in steps],
                 fetch_s=[step.fetch_s for step in steps],
                 select_s=[step.select_s for step in steps],
+                mask=transfer.mask_by,
                 complete=all(transfer.poll_ready(layer) for layer in range(spec.layers)),
             )
             line.command()

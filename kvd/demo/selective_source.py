@@ -180,12 +180,17 @@ class _Source:
         from kvd_client.engines import selective
 
         lengths = [len(self._prompt)]
-        metadata = self._selector.metadata(selective.shape_of(self._model, lengths))
         with Client(socket, name="kvd demo prefill") as client:
-            transfer = client.prefill(
-                request, self._spec, lengths, metadata=metadata, selector=self._selector.name, prefill_s=prefill_s,
+            transfer = selective.open_source(
+                client,
+                request,
+                self._model,
+                lengths,
+                self._selector,
+                spec=self._spec,
+                prefill_s=prefill_s,
                 mask=mask,
-            )  # fmt: skip
+            )
             done = selective.prefill_selective(
                 self._model, [self._prompt], transfer, self._selector, prefix=self._prefix, chunk=self._chunk
             )

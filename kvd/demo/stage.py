@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,6 +17,7 @@ from typing import Generic, TypeVar
 from kvd.demo import model as demo_model
 from kvd.demo.display import Display
 from kvd.demo.errors import DemoFailed
+from kvd.demo.folders import private_folder
 from kvd.demo.inference import DEVICE, NODES, check_model
 from kvd.demo.processes import Children, Event, child_environment, now
 from kvd.units import Rate
@@ -27,8 +27,6 @@ from kvd_client.protocol import Status
 READY_S = 30.0
 """How long a daemon may take until it answers."""
 _LOOK_EVERY_S = 0.05
-_LONGEST_FOLDER = 80
-"""Bytes; the kernel's limit for the path of a Unix socket is 107."""
 DAEMON = {name: f"{name}-daemon" for name in NODES}
 
 R = TypeVar("R")
@@ -76,7 +74,7 @@ class Stage(abc.ABC, Generic[R]):
 
     def __init__(self, display: Display) -> None:
         self.display = display
-        self.folder = _private_folder()
+        self.folder, self._lock = private_folder()
         # What pip and torch write to the temporary folder goes with this one.
         environment = child_environment(os.environ) | {"TMPDIR": str(self.folder)}
         self.children = Children(self.folder, environment)
@@ -95,6 +93,7 @@ class Stage(abc.ABC, Generic[R]):
             finally:
                 self.display.close()
                 shutil.rmtree(self.folder, ignore_errors=True)
+                os.close(self._lock)
 
     @abc.abstractmethod
     async def steps(self) -> R:
@@ -224,15 +223,6 @@ channels = {{channels}}
 channel_bytes = "64MiB"
 alignment = 64
 """
-
-
-def _private_folder() -> Path:
-    """A new folder for this user only, at a path that is short enough for sockets."""
-    folder = tempfile.mkdtemp(prefix="kvd-demo-")
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="kvd-demo-", dir="/tmp")
-    return Path(folder)
 
 
 def _whole(path: Path) -> Path:

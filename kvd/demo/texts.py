@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvd import reading
 from kvd.demo.errors import DemoFailed
 from kvd.errors import InvalidArgument
 
@@ -35,7 +36,7 @@ def default_text() -> str:
 def read_text(path: Path) -> str:
     """A prompt file's text; raises :class:`InvalidArgument` if it can't be read, or is empty."""
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = reading.read_text(path).strip()
     except OSError as error:
         raise InvalidArgument(f"{path}: can't be read: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError as error:

@@ -8,7 +8,9 @@ What every implementation promises (``kvd.fabric.conformance`` tests it):
 
 * Order. On one lane, a write's ``then`` part becomes visible at the far side only after all bytes of the write, and
   its ``notify`` message is delivered after both. Messages of a lane arrive in the order of submission, after every
-  write submitted before them on that lane. Lanes are not ordered against each other.
+  write submitted before them on that lane. Lanes are not ordered against each other. Where a write goes into several
+  grants (``write_parts``) it is one operation all the same: refused, damaged or stopped in any of them, nothing that
+  comes behind becomes visible, and so neither does its ``then`` part.
 * Bounds. A write or read with an unknown or revoked token, without the right access, or reaching outside the grant,
   touches no byte at the far side and fails with :class:`~kvd.errors.RemoteAccessError`; the endpoint and all other
   operations live on.
@@ -29,7 +31,7 @@ import abc
 import asyncio
 import dataclasses
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvd.errors import KvdError
@@ -48,6 +50,8 @@ class Capabilities:
     """Most pieces that one device request can have; longer descriptor lists are split by the fabric."""
     lanes_need_streams: tuple[Lane, ...] = ()
     """Lanes for which ``connect`` needs a connected, authenticated byte stream."""
+    several_grants: bool = False
+    """There is ``write_parts``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,6 +172,23 @@ class Endpoint(abc.ABC):
         :class:`~kvd.errors.InvalidArgument` for offsets outside ``region`` or negative lengths, and
         :class:`~kvd.errors.FabricError` on a closed endpoint; all other failures are in ``done``.
         """
+
+    def write_parts(
+        self,
+        lane: Lane,
+        region: Region,
+        parts: Sequence[tuple[bytes, Descriptors]],
+        *,
+        then: tuple[bytes, Descriptors] | None = None,
+        notify: bytes | None = None,
+    ) -> Operation:
+        """As :meth:`write`, into several grants, each part and ``then`` with its token: the parts one after the other,
+        then ``then``, then ``notify``. What is refused touches no byte of its own part and of those behind it; parts
+        before it may be in place. Raises as :meth:`write`, and :class:`~kvd.errors.InvalidArgument` without parts.
+
+        Only where ``capabilities.several_grants`` says so.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no writes into several grants")
 
     @abc.abstractmethod
     def read(self, lane: Lane, region: Region, token: bytes, descriptors: Descriptors) -> Operation:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvd_kernels import copy_runs
 
 from kvd.errors import FabricError, KvdError
 from kvd.fabric.base import Bringup, Capabilities, Endpoint, EndpointCounters, Fabric, Grant, Operation, Region
-from kvd.fabric.operations import PendingOperation, aborted, check_message, closed_error
+from kvd.fabric.operations import PendingOperation, aborted, check_message, check_parts, closed_error
 from kvd.fabric.regions import Refusal, RegionTable, access_error
 from kvd.fabric.runs import Runs, checked_runs
 from kvd.types import Descriptors, Lane
@@ -34,7 +35,7 @@ class LoopbackFabric(Fabric):
     """See the module; takes no options."""
 
     name = "loopback"
-    capabilities = Capabilities(one_sided=True, max_message=MAX_MESSAGE, max_scatter=0)
+    capabilities = Capabilities(one_sided=True, max_message=MAX_MESSAGE, max_scatter=0, several_grants=True)
 
     def __init__(self) -> None:
         self.table = RegionTable()
@@ -82,28 +83,34 @@ class LoopbackFabric(Fabric):
         self.table.clear()
 
 
+class _Part(NamedTuple):
+    """Bytes that go into a grant; all of the operation's in it lie from ``low`` to ``high``."""
+
+    runs: Runs
+    token: bytes
+    low: int
+    high: int
+
+
 class _Work(PendingOperation):
-    """A queued operation; ``stage`` counts its parts: 0 the data, 1 ``then``, 2 the message."""
+    """A queued operation; ``parts`` and ``message`` are what remains of it."""
 
     def __init__(
         self,
         endpoint: LoopbackEndpoint,
         kind: str,
         region: Region | None,
-        token: bytes,
-        parts: list[Runs],
+        parts: list[_Part],
         message: bytes | None,
     ) -> None:
         super().__init__(endpoint.loop)
         self.kind = kind
         self.region = region
-        self.token = token
         self.parts = parts
         self.message = message
         self.position = 0
-        filled = [part for part in parts if part.nbytes]
-        self.low = min((part.low for part in filled), default=0)
-        self.high = max((part.high for part in filled), default=0)
+        self.begun = b""
+        """The token of the grant that bytes have been copied to, or from."""
 
     def settle(self, error: KvdError | None = None) -> None:
         self.region = None
@@ -112,6 +119,12 @@ class _Work(PendingOperation):
 
     def cancel(self) -> None:
         self.settle(aborted(self.kind))
+
+
+def _of_one_grant(token: bytes, bodies: Sequence[Runs]) -> list[_Part]:
+    filled = [runs for runs in bodies if runs.nbytes]
+    low, high = min((runs.low for runs in filled), default=0), max((runs.high for runs in filled), default=0)
+    return [_Part(runs, token, low, high) for runs in bodies]
 
 
 class LoopbackEndpoint(Endpoint):
@@ -150,19 +163,37 @@ class LoopbackEndpoint(Endpoint):
         notify: bytes | None = None,
     ) -> Operation:
         self._check_usable(region)
-        parts = [checked_runs(region, descriptors)]
+        runs = [checked_runs(region, descriptors)]
         if then is not None:
-            parts.append(checked_runs(region, then))
+            runs.append(checked_runs(region, then))
         message = None if notify is None else check_message(notify, MAX_MESSAGE)
-        return self._submit(lane, _Work(self, "write", region, token, parts, message))
+        return self._submit(lane, _Work(self, "write", region, _of_one_grant(token, runs), message))
+
+    def write_parts(
+        self,
+        lane: Lane,
+        region: Region,
+        parts: Sequence[tuple[bytes, Descriptors]],
+        *,
+        then: tuple[bytes, Descriptors] | None = None,
+        notify: bytes | None = None,
+    ) -> Operation:
+        self._check_usable(region)
+        check_parts(parts)
+        checked: list[_Part] = []
+        for token, rows in parts if then is None else [*parts, then]:
+            checked += _of_one_grant(token, [checked_runs(region, rows)])
+        message = None if notify is None else check_message(notify, MAX_MESSAGE)
+        return self._submit(lane, _Work(self, "write", region, checked, message))
 
     def read(self, lane: Lane, region: Region, token: bytes, descriptors: Descriptors) -> Operation:
         self._check_usable(region)
-        return self._submit(lane, _Work(self, "read", region, token, [checked_runs(region, descriptors)], None))
+        parts = _of_one_grant(token, [checked_runs(region, descriptors)])
+        return self._submit(lane, _Work(self, "read", region, parts, None))
 
     def send(self, lane: Lane, message: bytes) -> Operation:
         self._check_usable(None)
-        return self._submit(lane, _Work(self, "message", None, b"", [], check_message(message, MAX_MESSAGE)))
+        return self._submit(lane, _Work(self, "message", None, [], check_message(message, MAX_MESSAGE)))
 
     def close(self) -> None:
         self._end("this side closed it")
@@ -208,21 +239,23 @@ class LoopbackEndpoint(Endpoint):
         if work.settled:
             return 0
         copied = 0
-        if work.region is not None:
-            access = peer.fabric.table.check(work.token, work.low, work.high, write=work.kind == "write")
+        while work.parts:
+            if copied:
+                return copied
+            runs, token, low, high = work.parts[0]
+            access = peer.fabric.table.check(token, low, high, write=work.kind == "write")
             if isinstance(access, Refusal):
-                if access is Refusal.UNKNOWN_TOKEN and work.position:
+                if access is Refusal.UNKNOWN_TOKEN and work.begun == token:
                     access = Refusal.REVOKED
                 peer.counters.access_errors += 1
-                work.settle(access_error(work.kind, access, work.low, work.high))
+                work.settle(access_error(work.kind, access, low, high))
                 return 0
-            while work.parts and work.position == work.parts[0].nbytes:
-                del work.parts[0]
-                work.position = 0
-            if work.parts:
+            if runs.nbytes:
                 copied = self._copy(peer, access, work, budget)
-                if len(work.parts) > 1 or work.position < work.parts[0].nbytes:
+                if work.position < runs.nbytes:
                     return copied
+            del work.parts[0]
+            work.position = 0
         if work.kind == "write":
             self.counters.writes += 1
         elif work.kind == "read":
@@ -236,7 +269,7 @@ class LoopbackEndpoint(Endpoint):
 
     def _copy(self, peer: LoopbackEndpoint, grant: Grant, work: _Work, budget: int) -> int:
         assert work.region is not None
-        rows, nbytes = work.parts[0].cut(work.position, budget, PIECE_RUNS)
+        rows, nbytes = work.parts[0].runs.cut(work.position, budget, PIECE_RUNS)
         rows[:, 1] += grant.offset
         if work.kind == "write":
             copy_runs(work.region.memory, grant.region.memory, rows)
@@ -247,6 +280,7 @@ class LoopbackEndpoint(Endpoint):
         source.counters.bytes_sent += nbytes
         target.counters.bytes_received += nbytes
         work.position += nbytes
+        work.begun = work.parts[0].token
         return nbytes
 
     def _deliver(self, lane: Lane, message: bytes) -> None:

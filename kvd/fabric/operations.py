@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from kvd.errors import Aborted, FabricError, InvalidArgument, KvdError
 from kvd.fabric.base import Operation
+from kvd.types import Descriptors
 
 
 class PendingOperation(Operation):
@@ -36,6 +38,12 @@ def aborted(what: str) -> Aborted:
 def closed_error(reason: str) -> FabricError:
     """What an operation fails with on an endpoint that ended because of ``reason``."""
     return FabricError(f"the connection to the peer has ended: {reason}; connect again", reason=reason)
+
+
+def check_parts(parts: Sequence[tuple[bytes, Descriptors]]) -> None:
+    """Raise :class:`InvalidArgument` for a write into several grants that names none."""
+    if not parts:
+        raise InvalidArgument("a write into several grants has no parts; give it one for each grant, if without rows")
 
 
 def check_message(message: bytes, most: int) -> bytes:

@@ -1,4 +1,4 @@
-"""A rate limit as a pure object: how long to wait before the next piece may go out."""
+"""How much goes out at once, and how long to wait before the next piece may: as pure objects."""
 
 from __future__ import annotations
 
@@ -34,3 +34,32 @@ class Pacer:
     def sent(self, nbytes: float, now: float) -> None:
         """Account for ``nbytes`` that go out at ``now``."""
         self._paid_until = max(self._paid_until, now - self.burst_s) + nbytes / self.rate
+
+
+class Slice:
+    """How many bytes keep the event loop for about ``seconds``, by how long the last ones did.
+
+    A call that hands bytes to the kernel often does the work of sending them, too. Over a fast path a few megabytes
+    take it a millisecond. Where the host shapes the traffic or cuts it into packets, a hundredth of that does, and
+    whoever asks for something urgent meanwhile is kept waiting.
+    """
+
+    __slots__ = ("_speed", "least", "most", "seconds")
+
+    def __init__(self, least: int, most: int, seconds: float) -> None:
+        self.least = min(least, most)
+        self.most = most
+        self.seconds = seconds
+        self._speed = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The most of a slice; ``most`` while nothing is known."""
+        return max(self.least, min(self.most, int(self._speed * self.seconds))) if self._speed else self.most
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """``nbytes`` kept the loop for ``seconds``. A few bytes say more about the call than about the path."""
+        if nbytes >= self.least // 2:
+            # The mean of speeds, not of times: that a busy processor has interrupted a call changes it by little.
+            speed = nbytes / max(seconds, 1e-6)
+            self._speed += (speed - self._speed) * (0.25 if self._speed else 1.0)

@@ -42,6 +42,7 @@ class TcpFabric(Fabric):
         max_message=MAX_MESSAGE,
         max_scatter=MOST_PIECES,
         lanes_need_streams=(Lane.URGENT, Lane.BULK),
+        several_grants=True,
     )
 
     def __init__(

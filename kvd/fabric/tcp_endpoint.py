@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from kvd.errors import ChecksumMismatch, FabricError, KvdError
 from kvd.fabric.base import Endpoint, EndpointCounters, Grant, Operation, Region
 from kvd.fabric.frames import MAX_MESSAGE, NO_TOKEN, Kind, Protection
-from kvd.fabric.operations import check_message, closed_error
-from kvd.fabric.pacing import Pacer
+from kvd.fabric.operations import check_message, check_parts, closed_error
+from kvd.fabric.pacing import Pacer, Slice
+from kvd.fabric.priority import go_first
 from kvd.fabric.records import RecordReader, RecordWriter
 from kvd.fabric.regions import TOKEN_BYTES, Refusal, access_error
 from kvd.fabric.runs import Runs, checked_runs
@@ -33,10 +34,12 @@ PIECE_S = 0.002
 MAX_OFFSET = 2**63 - 1
 TIMER_S = 0.001
 """Event loops count milliseconds."""
-PRIORITY = 6
-"""TC_PRIO_INTERACTIVE of linux/pkt_sched.h, the highest that needs no privilege."""
 BURST_BYTES = 2 << 20
 """How much is handed to the kernel before the event loop gets its turn."""
+TURN_S = 0.0015
+"""How long that may take, about: what is urgent can't go before what is being handed over."""
+LEAST_SLICE_BYTES = 64 << 10
+"""Of bulk, however slowly the kernel takes it: smaller ones would cost more than they save."""
 
 
 class _LaneIo:
@@ -66,7 +69,7 @@ class TcpEndpoint(Endpoint):
         self._on_message: Callable[[Lane, bytes], None] | None = None
         self._pacer = Pacer(fabric.rate) if fabric.rate else None
         piece = max(MIN_PIECE_BYTES, int(fabric.rate * PIECE_S)) if fabric.rate else fabric.frame_bytes
-        self._batch_bytes = min(fabric.frame_bytes, piece)
+        self._slice = Slice(LEAST_SLICE_BYTES, min(fabric.frame_bytes, piece), TURN_S)
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._ended = ""
@@ -142,6 +145,29 @@ class TcpEndpoint(Endpoint):
             stages.append((Kind.NOTIFY, check_message(notify, MAX_MESSAGE)))
         return self._submit(lane, TcpOperation(self._lanes[lane].sender, stages, region, base, token))
 
+    def write_parts(
+        self,
+        lane: Lane,
+        region: Region,
+        parts: Sequence[tuple[bytes, Descriptors]],
+        *,
+        then: tuple[bytes, Descriptors] | None = None,
+        notify: bytes | None = None,
+    ) -> Operation:
+        # One operation on the wire, too, whose frames name different grants: the far side drops all that comes of it
+        # behind a frame that it has refused.
+        base = self._usable(region)
+        check_parts(parts)
+        stages: list[tuple[Kind, Runs | bytes]] = [(Kind.WRITE, checked_runs(region, rows)) for _, rows in parts]
+        tokens = [token for token, _ in parts]
+        if then is not None and (last := checked_runs(region, then[1])).nbytes:
+            stages.append((Kind.THEN, last))
+            tokens.append(then[0])
+        if notify is not None:
+            stages.append((Kind.NOTIFY, check_message(notify, MAX_MESSAGE)))
+            tokens.append(NO_TOKEN)
+        return self._submit(lane, TcpOperation(self._lanes[lane].sender, stages, region, base, tokens=tokens))
+
     def read(self, lane: Lane, region: Region, token: bytes, descriptors: Descriptors) -> Operation:
         base = self._usable(region)
         stages: list[tuple[Kind, Runs | bytes]] = [(Kind.READ, checked_runs(region, descriptors))]
@@ -172,7 +198,7 @@ class TcpEndpoint(Endpoint):
 
     def _submit(self, lane: Lane, op: TcpOperation) -> Operation:
         # What no grant of this fabric can permit does not fit into a frame either.
-        if len(op.token) != TOKEN_BYTES:
+        if any(len(stage.token) != TOKEN_BYTES for stage in op.stages):
             op.settle(access_error(op.what, Refusal.UNKNOWN_TOKEN, op.low, op.high))
             return op
         if op.high > MAX_OFFSET:
@@ -234,17 +260,22 @@ class TcpEndpoint(Endpoint):
 
     def _pump(self) -> None:
         """Send what may be sent now, the urgent lane's before the bulk lane's."""
-        budget = BURST_BYTES
+        budget, start = BURST_BYTES, monotonic()
         for io in self._lanes.values():
             if not (io.sender.dirty or io.watched):
                 continue
             try:
+                began = monotonic()
                 while budget > 0 and not io.full and io.sender.dirty:
                     n = self._send_batch(io.sender)
                     if n == 0:
                         break
-                    budget -= n
+                    now = monotonic()
                     io.full = io.sender.sending
+                    if not io.full:
+                        self._slice.took(n, now - began)
+                    began = now
+                    budget = budget - n if now - start < TURN_S else 0
             except OSError as error:
                 self._lose(io, error)
             if self._ended:
@@ -267,7 +298,7 @@ class TcpEndpoint(Endpoint):
                 wait = pacer.wait(now)
                 if wait and self._timer is None and sender.has_payload:
                     self._timer = self._loop.call_later(max(wait, TIMER_S), self._on_timer)
-            nbytes = sender.build(self._batch_bytes, payload=not wait)
+            nbytes = sender.build(self._slice.nbytes, payload=not wait)
             if not nbytes:
                 sender.dirty = wait > 0 and sender.has_payload
                 return 0
@@ -285,6 +316,11 @@ class TcpEndpoint(Endpoint):
             reason = error.message
         else:
             reason = f"the {lane} connection failed: {error}"
+            if isinstance(error, TimeoutError):  # ETIMEDOUT
+                reason += (
+                    ". What was sent was not acknowledged; if the peer answers otherwise, something on the way drops "
+                )
+                reason += "large packets: compare the MTU of both hosts and of the network"
             error = FabricError(reason)
         error.fields |= {"peer": self.peer, "lane": lane}
         self._end(closed_error(reason), error)
@@ -328,11 +364,8 @@ def _configure(sock: socket.socket, lane: Lane, unsent_bytes: int) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if lane is Lane.BULK:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes)
-        return
-    # What has been handed over of bulk can't be taken back, but this host's queue may let the urgent lane pass: Linux's
-    # own (pfifo_fast) does. Bulk stays what all other traffic is, which could starve it else.
-    with contextlib.suppress(OSError):  # a hint, which some sandboxes don't know
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, PRIORITY)
+    else:
+        go_first(sock)  # what has been handed over of bulk can't be taken back, but may be passed
 
 
 def _peer_name(sock: socket.socket) -> str:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections.abc import Callable
-from hmac import compare_digest
+from time import monotonic
 
 import numpy as np
 from kvd_kernels import copy_runs
 
-from kvd.errors import ChecksumMismatch, FabricError, ProtocolError
+from kvd.errors import FabricError, ProtocolError
 from kvd.fabric.base import EndpointCounters, Grant
+from kvd.fabric.checks import Checks
 from kvd.fabric.frames import (
     HEADER_BYTES,
     MAX_CHECK_BYTES,
@@ -39,7 +40,7 @@ from kvd.fabric.frames import (
 from kvd.fabric.iovec import Vector
 from kvd.fabric.records import RecordReader
 from kvd.fabric.regions import Refusal, RegionTable, address_of
-from kvd.fabric.seals import Offsets, Seal, pieces
+from kvd.fabric.seals import Offsets, Seal
 from kvd.fabric.tcp_send import LaneOut
 from kvd.fabric.tcp_work import Answer, ReadPart, TcpOperation
 from kvd.types import Descriptors, Lane
@@ -48,8 +49,8 @@ STAGING_BYTES = 2 * (HEADER_BYTES + MAX_RUNS * RUN_BYTES + 3 * MAX_CHECK_BYTES)
 """Room for the longest header with descriptors, and more."""
 LOOKAHEAD_BYTES = 4096
 """How much is received of what follows a payload: enough for a header, little to copy if it is payload again."""
-BURST_BYTES = 1 << 20
-"""How much is received before the event loop gets its turn."""
+BURST_BYTES, BURST_S = 1 << 20, 0.001
+"""How much is received before the event loop gets its turn, and about how long that may take."""
 
 LOW_WATER_BYTES, LEAST_LOW_WATER_BYTES = 1 << 20, 64 << 10
 """How much of a payload is waited for (SO_RCVLOWAT), and the least for which that is worth a system call."""
@@ -81,11 +82,8 @@ class LaneIn:
         self._counters = counters
         self._out = out
         self._deliver = deliver
-        self._seal = seal
-        self._check_bytes = seal.check_bytes
+        self._checks = Checks(seal, counters)
         self._head_bytes = HEADER_BYTES + 2 * seal.check_bytes
-        self._headers = 0
-        """Frames begun, of every kind."""
         self._records = records
         self._ended = False
         self._low_water = 1
@@ -104,13 +102,12 @@ class LaneIn:
         """The peer waits for an ACK."""
         self._body: tuple[memoryview, Offsets, Offsets] | None = None
         """Memory, offsets and lengths of the payload that is being received, and of which the check matters."""
-        self._body_check = b""
         self._grant: Grant | None = None
         """Where the current frame's payload goes; None for a refused one. Keeps the memory alive."""
         self._then: Descriptors | None = None
         self._part: ReadPart | None = None
-        self._op = 0
-        """The operation that was accepted last."""
+        self._accepted = (0, b"")
+        """The operation, and the grant's token, of the write that was accepted last."""
         self._refused_op = 0
         out.on_stopped = self._abandon
 
@@ -119,7 +116,7 @@ class LaneIn:
         if self._records is not None:
             self._receive_records(self._records)
             return
-        budget = BURST_BYTES
+        budget, stop = BURST_BYTES, monotonic() + BURST_S
         while budget > 0 and not self._ended:
             if self._vector.remaining:
                 asked = self._vector.remaining + LOOKAHEAD_BYTES
@@ -136,12 +133,12 @@ class LaneIn:
                 raise FabricError("the peer closed the connection")
             budget -= n
             self._parse()
-            if n < asked:
-                break  # the socket is drained, most likely
+            if n < asked or monotonic() >= stop:
+                break  # in the first case the socket is drained, most likely
         self._set_low_water(self._vector.remaining)
 
     def _receive_records(self, records: RecordReader) -> None:
-        budget = BURST_BYTES
+        budget, stop = BURST_BYTES, monotonic() + BURST_S
         while budget > 0 and not self._ended:
             n, more = records.receive(self._fd)
             if n < 0:
@@ -151,7 +148,7 @@ class LaneIn:
             budget -= n
             while not self._ended and (nbytes := records.open()):
                 self._take(records.address, nbytes)
-            if not more:
+            if not more or monotonic() >= stop:
                 break
         self._set_low_water(records.missing)
 
@@ -211,17 +208,15 @@ class LaneIn:
             elif self._header is None:
                 if self._end - self._start < self._head_bytes:
                     break
-                if self._check_bytes:
-                    self._check_head()
+                self._checks.head(self._staging, self._start)
                 header = unpack_header(self._staging, self._start)
                 runs_bytes = header.runs * RUN_BYTES
-                need = self._head_bytes + (runs_bytes + self._check_bytes if runs_bytes else 0)
+                need = self._head_bytes + (runs_bytes + self._checks.nbytes if runs_bytes else 0)
                 if self._end - self._start < need:
                     break
                 runs_at = self._start + self._head_bytes
-                self._headers += 1
-                if self._check_bytes and runs_bytes:
-                    self._check_runs(runs_at, runs_bytes)
+                self._checks.frames += 1
+                self._checks.runs(self._staging, runs_at, runs_bytes)
                 self._begin(header, runs_at)
                 self._header = header
                 self._start += need
@@ -238,35 +233,10 @@ class LaneIn:
             self._acknowledged = self._frames
             self._out.acknowledge(self._frames)
 
-    def _check_head(self) -> None:
-        """Raises :class:`ChecksumMismatch` if the header at the staging's start is not as it was sent."""
-        at, middle = self._start, self._start + HEADER_BYTES + self._check_bytes
-        expected = self._staging[middle : middle + self._check_bytes]
-        if not compare_digest(self._seal.head(self._headers + 1, bytes(self._staging[at:middle])), expected):
-            raise self._out_of_step("header")
-        self._body_check = bytes(self._staging[at + HEADER_BYTES : middle])
-
-    def _check_runs(self, at: int, nbytes: int) -> None:
-        expected = self._staging[at + nbytes : at + nbytes + self._check_bytes]
-        if not compare_digest(self._seal.runs(self._headers, bytes(self._staging[at : at + nbytes])), expected):
-            raise self._out_of_step("descriptors")
-
-    def _out_of_step(self, what: str) -> ChecksumMismatch:
-        return ChecksumMismatch(
-            f"the {what} of frame {self._headers} of the lane arrived damaged; the connection is closed, since nothing "
-            "says where the next frame begins",
-            reason="damaged",
-        )
-
     def _damaged(self) -> bool:
         """Whether the payload that is in does not pass its check."""
         body, self._body = self._body, None
-        if body is None or not self._check_bytes:
-            return False
-        if compare_digest(self._seal.body(self._headers, pieces(*body)), self._body_check):
-            return False
-        self._counters.checksum_errors += 1
-        return True
+        return self._checks.damaged(body)
 
     def _begin(self, header: Header, runs_at: int) -> None:
         """Decide where the frame's payload goes."""
@@ -291,7 +261,7 @@ class LaneIn:
         if grant is None:
             self._drain(header.payload)
             return
-        self._op = header.op
+        self._accepted = header.op, header.token
         if header.kind is Kind.WRITE:
             if header.runs:
                 offsets = runs[:, 0] + grant.offset
@@ -313,7 +283,7 @@ class LaneIn:
             if inside(runs, header.low, header.high):
                 return access
             access = Refusal.OUT_OF_RANGE
-        elif access is Refusal.UNKNOWN_TOKEN and header.op == self._op:
+        elif access is Refusal.UNKNOWN_TOKEN and self._accepted == (header.op, header.token):
             access = Refusal.REVOKED
         self._bound_refusals()
         self._refuse(header.op, access)

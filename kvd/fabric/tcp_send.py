@@ -286,7 +286,7 @@ class LaneOut:
     def _add_frame(self, op: TcpOperation, limit: int) -> int:
         """Cut the next WRITE, THEN, MESSAGE or NOTIFY; its payload bytes, or -1 if the batch has no room for it."""
         batch = self._batch
-        kind, body = op.stages[0]
+        kind, body, token, low, high = op.stages[0]
         rows, nbytes = _NOTHING, 0
         if isinstance(body, bytes):
             nbytes = len(body)
@@ -308,7 +308,7 @@ class LaneOut:
         urge = last or self._unurged >= self._inflight_bytes // 4 or self._sent % (MAX_UNACKED // 4) == 0
         if urge:
             self._unurged = 0
-        header = Header(kind, len(rows), op.id, nbytes, op.low, op.high, op.token, self._sent, urge)
+        header = Header(kind, len(rows), op.id, nbytes, low, high, token, self._sent, urge)
         if isinstance(body, bytes):
             batch.add_header(header, (body,))
             batch.add_message(body)

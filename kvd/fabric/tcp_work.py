@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,8 +27,20 @@ class Sender(Protocol):
     def stop(self, op: TcpOperation, error: KvdError) -> None: ...
 
 
+class Stage(NamedTuple):
+    """Bytes that go in frames of one kind, and what each of these says of its grant: the token, and where the first of
+    the bytes lies in it, and behind the last one. Where an operation goes into one grant, of all its stages."""
+
+    kind: Kind
+    body: Runs | bytes
+    token: bytes
+    low: int
+    high: int
+
+
 class TcpOperation(PendingOperation):
-    """A write, read or message. ``stages`` is what remains to be cut into frames."""
+    """A write, read or message. ``stages`` is what remains to be cut into frames; ``tokens`` are those of the grants
+    that they go into, in the same order, where they are not all ``token``."""
 
     def __init__(
         self,
@@ -36,18 +49,22 @@ class TcpOperation(PendingOperation):
         region: Region | None = None,
         base: int = 0,
         token: bytes = b"",
+        tokens: Sequence[bytes] = (),
     ) -> None:
         super().__init__(out.loop)
         self.out = out
-        self.stages = deque(stages)
         self.region = region
         """Keeps the memory at ``base`` alive."""
         self.base = base
         self.token = token
         self.what = {Kind.READ: "read", Kind.MESSAGE: "message"}.get(stages[0][0], "write")
-        filled = [body for _, body in stages if isinstance(body, Runs) and body.nbytes]
-        self.low = min((body.low for body in filled), default=0)
-        self.high = max((body.high for body in filled), default=0)
+        self.low, self.high = _bounds(body for _, body in stages)
+        if tokens:
+            self.stages = deque(
+                Stage(*stage, each, *_bounds([stage[1]])) for stage, each in zip(stages, tokens, strict=True)
+            )
+        else:
+            self.stages = deque(Stage(*stage, token, self.low, self.high) for stage in stages)
         self.speaks = isinstance(stages[-1][1], bytes)
         """Whether a message is delivered at its end."""
         self.id = 0
@@ -65,6 +82,12 @@ class TcpOperation(PendingOperation):
 
     def cancel(self) -> None:
         self.out.stop(self, aborted(self.what))
+
+
+def _bounds(bodies: Iterable[Runs | bytes]) -> tuple[int, int]:
+    """Where the first of their bytes lies, and behind the last one; (0, 0) without any."""
+    filled = [body for body in bodies if isinstance(body, Runs) and body.nbytes]
+    return min((body.low for body in filled), default=0), max((body.high for body in filled), default=0)
 
 
 class ReadPart:

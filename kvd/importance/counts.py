@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvd.blocks import block_bounds
 from kvd.errors import InvalidArgument
+from kvd.importance.heads import CELLS, HeadImportance
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 
 
@@ -77,18 +78,15 @@ class SelectionCounts:
         self.selected += other.selected
         self.chances += other.chances
 
-    def matrix(self) -> ImportanceMatrix:
-        """The importance as counted so far.
+    def matrix(self, heads: HeadCounts | None = None) -> ImportanceMatrix:
+        """The importance as counted so far, with how ``heads`` differ.
 
         A block without chances (every prompt had fewer tokens than blocks) takes the value of the block before it,
         which had the token at its position; a layer without any counts is 0.
         """
-        known = self.chances > 0
-        values = np.divide(self.selected, self.chances, out=np.zeros_like(self.selected), where=known)
-        before = np.maximum.accumulate(np.where(known, np.arange(self.blocks), 0), axis=1)
-        values = np.take_along_axis(values, before, axis=1)
+        values = _rates(self.selected, self.chances)
         values[:ALWAYS_LAYERS] = 0
-        return ImportanceMatrix(values)
+        return ImportanceMatrix(values, None if heads is None else heads.importance())
 
     def _check(self, layer: int, length: int, heads: int, steps: int) -> None:
         if not 0 <= layer < self.layers:
@@ -102,3 +100,52 @@ class SelectionCounts:
                 heads=heads,
                 steps=steps,
             )
+
+
+class HeadCounts:
+    """As :class:`SelectionCounts`, by KV head, in cells of the prompt (:mod:`kvd.importance.heads`)."""
+
+    __slots__ = ("chances", "selected")
+
+    def __init__(self, layers: int, heads: int, cells: int = CELLS) -> None:
+        self.selected = np.zeros((layers, heads, cells))
+        """Selections of the cell's entries by each head."""
+        self.chances = np.zeros((layers, cells))
+        """Entries of a head times steps."""
+
+    def add(self, layer: int, selections: npt.NDArray[np.int64], *, length: int, steps: int) -> None:
+        """Add what one sequence of ``length`` prompt tokens selected in one layer: (KV heads, cells), over ``steps``
+        decode steps. Raises :class:`InvalidArgument`, with nothing added, where that can't be."""
+        chances = np.diff(block_bounds(length, self.selected.shape[2])) * float(steps)
+        fits = selections.shape == self.selected.shape[1:]
+        if not fits or not ((selections >= 0) & (selections <= chances)).all():
+            raise InvalidArgument(
+                f"layer {layer}: selections by head of shape {selections.shape} do not fit {steps} steps over {length} "
+                f"tokens, by head and cell {self.selected.shape[1:]}; count each selection once",
+                layer=layer,
+            )
+        self.selected[layer] += selections
+        self.chances[layer] += chances
+
+    def merge(self, other: HeadCounts) -> None:
+        """Add another's counts; raises :class:`InvalidArgument` where its shape differs."""
+        if other.selected.shape != self.selected.shape:
+            raise InvalidArgument(
+                f"counts of shape {other.selected.shape} can't be added to counts of shape {self.selected.shape}",
+                shape=list(other.selected.shape),
+            )
+        self.selected += other.selected
+        self.chances += other.chances
+
+    def importance(self) -> HeadImportance:
+        """As counted so far; a cell without chances takes the values of the one before."""
+        return HeadImportance(_rates(self.selected, np.broadcast_to(self.chances[:, None], self.selected.shape)))
+
+
+def _rates(selected: npt.NDArray[np.float64], chances: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Selections over chances; what had none takes what is before it along the last axis, 0 at the first."""
+    known = chances > 0
+    values = np.divide(selected, chances, out=np.zeros_like(selected), where=known)
+    before = np.maximum.accumulate(np.where(known, np.arange(selected.shape[-1]), 0), axis=-1)
+    found: npt.NDArray[np.float64] = np.take_along_axis(values, before, axis=-1)
+    return found

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import InvalidArgument
+from kvd.importance.heads import HeadImportance
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 
 UNITS = ("requests", "tokens")
@@ -57,12 +58,17 @@ class HalfLife:
 class Learnt:
     """What has been learnt of one model's prompts of about one length."""
 
-    __slots__ = ("_fresh", "_matrix", "requests", "tokens", "values", "weight")
+    __slots__ = ("_fresh", "_matrix", "head_weight", "heads", "requests", "tokens", "values", "weight")
 
-    def __init__(self, layers: int, blocks: int, start: Rates | None = None) -> None:
-        """``start``: the profile to begin with, of the same shape, or None."""
+    def __init__(
+        self, layers: int, blocks: int, start: Rates | None = None, heads: HeadImportance | None = None
+    ) -> None:
+        """``start``: the profile to begin with, of the same shape, or None; ``heads``: how it tells heads apart."""
         self.values: Rates = np.zeros((layers, blocks), np.float32)
         self.weight = 0.0
+        self.heads: Rates | None = None if heads is None else heads.values.copy()
+        """Shape (layers, KV heads, cells): the same by head, where that is known."""
+        self.head_weight = 0.0 if heads is None else 1.0
         self.requests = 0.0
         """Since the start; a rank of a tensor-parallel group counts as its part of one."""
         self.tokens = 0.0
@@ -72,12 +78,17 @@ class Learnt:
             self.values[ALWAYS_LAYERS:] = start[ALWAYS_LAYERS:]
             self.weight = 1.0
 
-    def learn(self, rates: Rates, half_life: HalfLife, *, requests: float, tokens: float) -> None:
-        """Move towards what ``requests`` requests selected, on average, while they decoded ``tokens`` tokens.
+    def learn(
+        self, rates: Rates, half_life: HalfLife, *, requests: float, tokens: float, heads: Rates | None = None
+    ) -> None:
+        """Move towards what ``requests`` requests selected, on average, while they decoded ``tokens`` tokens; by head
+        where ``heads``, (layers, KV heads, cells), says so. What was known of other heads or cells is forgotten.
 
         Raises :class:`InvalidArgument`, with nothing learnt, for rates that are no shares, or of another shape.
         """
         check_rates(rates, self.values.shape)
+        if heads is not None:
+            check_rates(heads.reshape(len(heads), -1), (len(rates), heads[0].size))
         if not (0 < requests < math.inf and 0 <= tokens < math.inf):
             raise InvalidArgument(f"a report of {requests} requests and {tokens} tokens has nothing to learn from")
         moved = half_life.moved(requests, tokens)
@@ -88,9 +99,22 @@ class Learnt:
             rates[ALWAYS_LAYERS:] - self.values[ALWAYS_LAYERS:]
         )
         self.weight = weight
+        if heads is not None:
+            self._learn_heads(heads, moved)
         self.requests += requests
         self.tokens += tokens
         self._fresh += moved / weight
+
+    @property
+    def size(self) -> int:
+        """Numbers that are kept."""
+        return self.values.size + (0 if self.heads is None else self.heads.size)
+
+    def _learn_heads(self, heads: Rates, moved: float) -> None:
+        if self.heads is None or self.heads.shape != heads.shape:
+            self.heads, self.head_weight = np.zeros(heads.shape, np.float32), 0.0
+        self.head_weight = self.head_weight * (1 - moved) + moved
+        self.heads += np.float32(moved / self.head_weight) * (heads - self.heads)
 
     def matrix(self) -> ImportanceMatrix:
         """The matrix for transfers that begin now: immutable, and the same object until enough has been learnt."""
@@ -102,7 +126,8 @@ class Learnt:
     def newest(self) -> ImportanceMatrix:
         """A matrix of everything that was learnt."""
         # Rounding may leave a value just below zero.
-        return ImportanceMatrix(np.maximum(self.values, 0))
+        heads = None if self.heads is None else HeadImportance(np.maximum(self.heads, 0))
+        return ImportanceMatrix(np.maximum(self.values, 0), heads)
 
 
 def check_rates(rates: Rates, shape: tuple[int, ...]) -> None:

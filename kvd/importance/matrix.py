@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvd.importance.heads import HeadImportance
 
 ALWAYS_LAYERS = 2
 """Layers whose blocks are infinitely important: selection skips them, so decode needs all of each."""
@@ -19,15 +22,16 @@ BlockMask: TypeAlias = npt.NDArray[np.bool_]
 class ImportanceMatrix:
     """Importance of each block, float32 of shape (layers, blocks): infinite in layers 0 and 1, elsewhere the mean
     number of times that an entry of the block was selected. Columns are positions relative to the prompt's length
-    (:mod:`kvd.blocks`). Immutable, so that running transfers can share it.
+    (:mod:`kvd.blocks`). ``heads``, where it is known, says how the heads of a layer differ. Immutable, so that running
+    transfers can share it.
 
     Raises :class:`InvalidArgument` for anything but two dimensions, and naming the first layer and block whose value
     is NaN, negative, or infinite from layer 2 on. What is given for layers 0 and 1 does not matter otherwise.
     """
 
-    __slots__ = ("_order", "_ranks", "values")
+    __slots__ = ("_order", "_ranks", "heads", "values")
 
-    def __init__(self, values: npt.ArrayLike) -> None:
+    def __init__(self, values: npt.ArrayLike, heads: HeadImportance | None = None) -> None:
         own = np.array(values, dtype=np.float32)
         if own.ndim != 2 or not own.size:
             raise InvalidArgument(
@@ -46,7 +50,12 @@ class ImportanceMatrix:
             )
         own[:ALWAYS_LAYERS] = np.inf
         own.setflags(write=False)
-        self.values = own
+        if heads is not None and heads.layers != len(own):
+            raise InvalidArgument(
+                f"importance by head has {heads.layers} layers, and the matrix {len(own)}",
+                layers=[heads.layers, len(own)],
+            )
+        self.values, self.heads = own, heads
         self._order: npt.NDArray[np.int64] | None = None
         self._ranks: npt.NDArray[np.int64] | None = None
 
@@ -54,6 +63,14 @@ class ImportanceMatrix:
     def sequential(cls, layers: int, blocks: int) -> ImportanceMatrix:
         """No knowledge: every block as important as the next, so that the order is that of addresses."""
         return cls(np.zeros((layers, blocks), np.float32))
+
+    def with_heads(self, heads: HeadImportance | None) -> ImportanceMatrix:
+        """The same matrix, and how heads differ from ``heads``; what was sorted is not sorted again."""
+        if heads is self.heads:
+            return self
+        found = ImportanceMatrix(self.values, heads)
+        found._order, found._ranks = self.order(), self.ranks()
+        return found
 
     @property
     def layers(self) -> int:
@@ -102,7 +119,7 @@ class ImportanceMatrix:
             return self
         values = np.zeros((self.layers, blocks))
         values[ALWAYS_LAYERS:] = resampled_columns(self.values[ALWAYS_LAYERS:], blocks)
-        return ImportanceMatrix(values)
+        return ImportanceMatrix(values, self.heads)
 
 
 def resampled_columns(values: npt.NDArray[Any], blocks: int) -> npt.NDArray[np.float64]:

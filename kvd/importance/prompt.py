@@ -42,18 +42,22 @@ def mixed(last: npt.NDArray[Any], window: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def combined(profile: Values | None, shares: Values, weight: float = WEIGHT) -> Values:
     """F of one layer: float32 (rows, blocks), on the profile's scale.
 
-    ``profile`` has the shape (blocks,), ``shares`` (rows, blocks) with 0 to 1. Without a profile, or with one that
+    ``profile`` has the shape (blocks,), or (rows, blocks) where rows are heads that it tells apart; ``shares`` (rows,
+    blocks) with 0 to 1. Without a profile, or with one that
     knows nothing of this layer, F is ``shares``. Raises :class:`InvalidArgument` where numbers or shapes make no sense.
     """
     check_shares(shares, weight)
     if profile is None or not profile.any():
         return shares
-    if shares.shape[1:] != profile.shape:
+    if profile.shape not in (shares.shape, shares.shape[1:]):
         raise InvalidArgument(
-            f"a ranking of {shares.shape[1]} blocks does not fit a profile of {len(profile)}", blocks=shares.shape[1]
+            f"a ranking of {len(shares)} rows and {shares.shape[1]} blocks does not fit a profile of shape "
+            f"{profile.shape}",
+            blocks=shares.shape[1],
         )
     means = shares.mean(axis=1, keepdims=True)
-    scale = np.divide(profile.mean(), means, out=np.zeros_like(means), where=means > 0)
+    known = profile.mean(axis=-1, keepdims=True)
+    scale = np.divide(known, means, out=np.zeros_like(means), where=means > 0)
     found: Values = ((1 - weight) * profile + weight * scale * shares).astype(np.float32)
     return found
 
@@ -92,6 +96,15 @@ class Scale:
         least = np.full(int(classes.max()) + 1, np.inf, np.float32)
         np.minimum.at(least, classes.ravel(), values.ravel())
         return cls(np.minimum.accumulate(least))
+
+    @classmethod
+    def of_sizes(cls, values: Values, counts: npt.NDArray[np.int64]) -> Scale:
+        """The scale that gives class ``i`` the share of ``values``, or of what they are a sample of, that ``counts[i]``
+        has of all counts; nothing finite is of a class without one that comes before all others."""
+        ends = np.cumsum(counts)
+        at = np.ceil(ends / max(int(ends[-1]), 1) * values.size).astype(np.int64)
+        least = np.concatenate(([np.inf], -np.sort(-values, axis=None)))[at]
+        return cls(least.astype(np.float32))
 
     @classmethod
     def of_values(cls, values: Values, count: int, first: int) -> Scale:

@@ -47,7 +47,8 @@ class Side:
     def __init__(self, geometry: Geometry, item_bytes: int, *, paged: bool = False) -> None:
         self.geometry = geometry
         self.item_bytes = item_bytes
-        self.paged = paged or geometry.channels > 1 or geometry.placed.bases is not None
+        gaps = geometry.tensors > 1 and geometry.shard_pages != geometry.pages
+        self.paged = paged or geometry.channels > 1 or geometry.placed.bases is not None or gaps
         """Keys are in use. Forced where pages get addresses of another kind: staging, decoded pages."""
         layout = geometry.placed.layout
         self._inner = frozenset(layout.inner)

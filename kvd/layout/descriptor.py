@@ -61,7 +61,8 @@ class Digit:
 class Placement:
     """Where a tensor's page ``p`` of ``P`` goes; every page takes ``page_bytes`` rounded up to ``alignment``.
 
-    ``flat``: one channel, page after page. ``round-robin``: channel ``p % channels``, slot ``p // channels``.
+    ``flat``: one channel, page after page. ``round-robin``: channel ``p % channels``, slot ``p // channels``; with
+    ``shard_pages``, shards of so many pages take turns instead of pages, each contiguous in its channel.
     ``sharded``: channel ``p // shard_pages``, slot ``p % shard_pages``; ``shard_pages`` 0 is as few whole rows (values
     of the last page digit) as the channels need to hold the tensor: height-sharded. ``digit``: the first page digit is
     the channel, and the others number its slots: width-sharded, say.
@@ -85,8 +86,10 @@ class Placement:
                 f"a flat placement has one channel, not {self.channels}; use round-robin or sharded",
                 channels=self.channels,
             )
-        if self.shard_pages and self.kind != "sharded":
-            raise InvalidArgument(f"shard_pages is for sharded placements, not {self.kind}", kind=self.kind)
+        if self.shard_pages and self.kind not in ("sharded", "round-robin"):
+            raise InvalidArgument(
+                f"shard_pages is for sharded and round-robin placements, not {self.kind}", kind=self.kind
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

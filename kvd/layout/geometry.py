@@ -66,7 +66,9 @@ class Geometry:
         alignment = layout.placement.alignment
         self.page_stride = -(-self.page_bytes // alignment) * alignment
         self.channels = layout.placement.channels
-        self.shard_pages = layout.placement.shard_pages or self._shard_pages()
+        self.turn_pages = (layout.placement.kind == "round-robin" and layout.placement.shard_pages) or 1
+        """Round robin: pages that go to a channel at a time."""
+        self.shard_pages = self._shard_pages()
         """Pages of a tensor in its fullest channel."""
         if layout.placement.kind == "digit" and layout.pages and self.radix[layout.pages[0]] > self.channels:
             name = layout.pages[0]
@@ -130,8 +132,12 @@ class Geometry:
         if self.placed.layout.placement.kind != "round-robin":
             channel = page // self.shard_pages
             return channel, page - channel * self.shard_pages
-        slot = page // self.channels
-        return page - slot * self.channels, slot
+        turn = page if self.turn_pages == 1 else page // self.turn_pages
+        slot = turn // self.channels
+        channel = turn - slot * self.channels
+        if self.turn_pages > 1:
+            slot = slot * self.turn_pages + page - turn * self.turn_pages
+        return channel, slot
 
     def places(self, keys: Table) -> tuple[Table, Table]:
         """``(channel, byte offset)`` of pages."""
@@ -166,7 +172,7 @@ class Geometry:
     def padded_stop(self, axis: str) -> int:
         """Where the axis would end if the last value of its first digit were full: the padding's end."""
         digits = self.placed.layout.digits(axis)
-        start, stop = self.placed.held[axis]
+        start, stop = self.placed.held.get(axis, (0, 1))
         if not digits:
             return stop
         unit = self.below[digits[0].name]
@@ -204,6 +210,10 @@ class Geometry:
 
     def _shard_pages(self) -> int:
         layout = self.placed.layout
+        if layout.placement.kind == "round-robin":
+            return -(-self.pages // (self.turn_pages * self.channels)) * self.turn_pages
+        if layout.placement.shard_pages:
+            return layout.placement.shard_pages
         if layout.placement.kind == "digit" and layout.pages:
             return self.pages // self.radix[layout.pages[0]]
         row = self.radix[layout.pages[-1]] if layout.placement.kind == "sharded" and layout.pages else 1

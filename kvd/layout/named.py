@@ -41,7 +41,8 @@ def get(
     """The layout of that name, or the one that ``name`` describes if it is TOML (which has all sizes itself).
 
     ``block``: tokens of a cache's block. ``channels``, ``alignment`` (bytes): of the device. ``shard``: tiles that a
-    shard is wide (width-sharded) or pages that it has (height-sharded; 0: as few as hold the tensor).
+    shard is wide (width-sharded), tiles that take turns together (``tenstorrent-shards``), or pages that a shard has
+    (height-sharded; 0: as few as hold the tensor).
 
     Raises :class:`InvalidArgument` for an unknown name, with those there are, and for sizes that don't fit.
     """
@@ -94,7 +95,7 @@ def _vllm(letters: str) -> Builder:
     return _paged(f"{front} | {' '.join(inner)}")
 
 
-def _tiles(order: str, kind: Kind = "round-robin", paged: bool = False) -> Builder:
+def _tiles(order: str, kind: Kind = "round-robin", paged: bool = False, shards: bool = False) -> Builder:
     def build(name: str, sizes: Sizes) -> Layout:
         tokens = f"T:* F:2 r:{FACE}"
         if paged:
@@ -111,7 +112,13 @@ def _tiles(order: str, kind: Kind = "round-robin", paged: bool = False) -> Build
         if kind == "flat":
             place = Placement()
         else:
-            pages = sizes.shard if kind == "sharded" else 0
+            if shards and not sizes.shard:
+                raise InvalidArgument(
+                    f"layout {name!r} needs shard, the tiles that take turns together; a block of 32 tokens of "
+                    "8 heads of 128 elements has 32",
+                    field="shard",
+                )
+            pages = sizes.shard if kind == "sharded" or shards else 0
             place = Placement(kind, sizes.channels, sizes.alignment, pages)
         return layout(
             name,
@@ -132,7 +139,7 @@ def _rows(name: str, sizes: Sizes) -> Layout:
 
 
 def _fractal(name: str, sizes: Sizes) -> Layout:
-    columns = 32 // codec_named(sizes.codec).item_bytes if not codec_named(sizes.codec).is_block else 16
+    columns = 32 if codec_named(sizes.codec).item_bytes == 1 else 16  # torch_npu has 16 of f32, too
     axes = {"t": "M:* m:16", "d": f"n1:* n0:{columns}"}
     return layout(name, "l kv || h n1 M | m n0", axes, codec=sizes.codec, padding=True)
 
@@ -156,6 +163,38 @@ def _tpu(name: str, sizes: Sizes) -> Layout:
     return layout(name, "l kv || h B T D | R c p", axes, codec=sizes.codec, table="B", padding=True)
 
 
+def _rocm_key(name: str, sizes: Sizes) -> Layout:
+    axes = {"t": f"B:* N:{sizes.block}", "d": f"e:* x:{_words(name, sizes, 16)}"}
+    return layout(name, "l kv || B | h e N x", axes, codec=sizes.codec, table="B")
+
+
+def _aiter_value(name: str, sizes: Sizes) -> Layout:
+    together = _words(name, sizes, 16)
+    if sizes.block % together:
+        raise InvalidArgument(
+            f"layout {name!r} has blocks of a multiple of {together} tokens of {sizes.codec}, not {sizes.block}",
+            block=sizes.block,
+        )
+    axes = {"t": f"B:* n:{sizes.block // together} x:{together}"}
+    return layout(name, "l kv || B | h n d x", axes, codec=sizes.codec, table="B")
+
+
+def _vllm_tpu(name: str, sizes: Sizes) -> Layout:
+    """K and V of a head are neighbouring rows; so many rows as fill 32 bits are packed, element by element."""
+    packed = _words(name, sizes, 4)
+    order = {1: "h kv D c", 2: "h D c kv", 4: "h D c g kv"}[packed]
+    axes = {"t": f"B:* N:{sizes.block}", "d": "D:* c:128", "kv": "kv:2"} | ({"h": "h:* g:2"} if packed == 4 else {})
+    return layout(name, f"l || B | N {order}", axes, codec=sizes.codec, table="B")
+
+
+def _words(name: str, sizes: Sizes, nbytes: int) -> int:
+    """Elements in a word of so many bytes."""
+    item = codec_named(sizes.codec).item_bytes
+    if item not in (1, 2, 4):
+        raise InvalidArgument(f"layout {name!r} has elements of 1, 2 or 4 bytes, not {sizes.codec}", codec=sizes.codec)
+    return nbytes // item
+
+
 _VLLM = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 NAMED: Mapping[str, Named] = MappingProxyType(
@@ -171,10 +210,23 @@ NAMED: Mapping[str, Named] = MappingProxyType(
             f"vllm-{letters.lower()}": Named(f"[L, B, H, N, C] in the order {letters}: vLLM", _vllm(letters))
             for letters in _VLLM
         },
+        "vllm-rocm-k": Named("[l][kv](blocks, H, D/x, N, x), x of 16 bytes: K alone, vLLM on ROCm, AITER", _rocm_key),
+        "vllm-rocm-v": Named("[l][kv](blocks, H, D, N): V alone, vLLM on ROCm", _paged("l kv || B | h d N")),
+        "vllm-aiter-v": Named("[l][kv](blocks, H, N/x, D, x): V alone, shuffled for AITER", _aiter_value),
+        "vllm-tpu": Named("[l](blocks, N, 2H/p, p, D), p of 32 bits: vLLM on TPU, ragged paged attention", _vllm_tpu),
+        "sglang": Named("[l][kv](pages, N, H, D): SGLang", _paged("l kv || B | N h d")),
+        "sglang-page-first": Named("[kv](pages, N, l, H, D): SGLang's host cache", _paged("kv || B | N l h d")),
+        "sglang-page-first-direct": Named("[kv](pages, l, N, H, D): the same, direct", _paged("kv || B | l N h d")),
+        "sglang-page-head": Named("[kv](pages, H, N, l, D): the same, by head", _paged("kv || B | h N l d")),
+        "lmcache": Named("(chunks, 2, l, N, H, D): LMCache, KV_2LTD", _paged("B | kv l N h d")),
         "mla": Named("[l](blocks, N, D): one latent a token, vLLM", _paged("l || B | N d")),
         "tenstorrent": Named(
             "[l][kv](blocks, H, N, D): paged cache, tiles round robin over channels",
             _tiles("l kv || B h T D | F G r c", paged=True),
+        ),
+        "tenstorrent-shards": Named(
+            "[l][kv](blocks, H, N, D): paged cache, shards of tiles (a block's, say) round robin",
+            _tiles("l kv || B h T D | F G r c", paged=True, shards=True),
         ),
         "tenstorrent-tiled": Named(
             "[l][kv](H, T, D): a tensor, tiles round robin over channels", _tiles("l kv || h T D | F G r c")

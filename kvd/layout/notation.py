@@ -127,6 +127,17 @@ def from_toml(text: str) -> Layout:
     return from_wire(fields)
 
 
+def to_toml(made: Layout) -> str:
+    """What :func:`from_toml` reads: a layout for a file, or for a placement."""
+    fields = to_wire(made)
+    lines = [f'{name} = "{fields[name]}"' for name in ("name", "order", "codec", "table")]
+    lines.append(f"padding = {str(made.padding).lower()}")
+    for table in ("axes", "placement"):
+        lines.append(f"\n[{table}]")
+        lines += [f'{name} = "{it}"' if isinstance(it, str) else f"{name} = {it}" for name, it in fields[table].items()]
+    return "\n".join(lines) + "\n"
+
+
 def to_wire(made: Layout) -> dict[str, Any]:
     """A map of plain values, msgpack-able; :func:`from_wire` reads it."""
     placed = made.placement

@@ -17,6 +17,9 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Ranges: TypeAlias = Mapping[str, "tuple[int, int] | npt.NDArray[np.int64]"]
 """Parts of a tensor: axis to (start, stop), or to an (n, 2) array of several disjoint ranges. Axes not named: all."""
 
+MAX_PADDING = 1 << 20
+"""Pages along an axis that are padding alone; a shard that begins at the end of a tensor has some."""
+
 
 def common(source: Placed, target: Placed, within: Ranges | None) -> dict[str, Ints]:
     """Axis to (n, 2): sorted, disjoint and not empty each; an axis may have no range, where the sides don't meet.
@@ -75,10 +78,27 @@ def page_terms(geometry: Geometry, axis: str, ranges: Ints) -> tuple[Ints, npt.N
         )
     full = counts == size
     if ranges[-1, 1] == stop:
-        padding = np.setdiff1d(geometry.key(axis, np.arange(stop, geometry.padded_stop(axis))), found)
+        padding = np.setdiff1d(_padding(geometry, axis, start, stop), found)
         found = np.concatenate((found, padding))
         full = np.concatenate((full, np.zeros(len(padding), np.bool_)))
     return found, full
+
+
+def _padding(geometry: Geometry, axis: str, start: int, stop: int) -> Ints:
+    """The axis's terms of pages that have places behind its end. One place each is enough: those of a step of the
+    finest digit that numbers pages are in one page."""
+    layout = geometry.placed.layout
+    outside = [geometry.below[digit.name] for digit in layout.digits(axis) if digit.name not in layout.inner]
+    step = min(outside, default=1)
+    begin, end = start + (stop - start) // step * step, geometry.padded_stop(axis)
+    if (end - begin) // step > MAX_PADDING:
+        raise InvalidArgument(
+            f"layout {layout.name!r} has {end - stop} places of padding on axis {axis}, where {stop - start} are held; "
+            "make its digits smaller",
+            axis=axis,
+            places=end - stop,
+        )
+    return geometry.key(axis, np.maximum(np.arange(begin, end, step), stop))
 
 
 def _held(source: Placed, target: Placed, axis: str) -> tuple[tuple[int, int], tuple[int, int]]:

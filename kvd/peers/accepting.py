@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 
-from kvd.errors import Busy, FabricError, KvdError, PeerLost, ProtocolError
+from kvd.errors import AuthenticationFailed, Busy, FabricError, KvdError, PeerLost, ProtocolError
 from kvd.peers import sockets
 from kvd.peers.bringup import SessionBuilder, failure_of, shutting_down, unless_ended
 from kvd.peers.config import PeersConfig
@@ -81,6 +81,7 @@ class Accepting:
                         f"node {self._node} has {MAX_SESSIONS} sessions, its limit; end some of them first",
                         retry_after_s=1.0,
                     )
+                self._table.check_claim(event.node, event.boot, event.address or source)
                 self._table.end_earlier_runs(event.node, event.boot)
                 joining = event
                 await unless_ended(link, self._join(event, link, incoming, source))
@@ -99,6 +100,10 @@ class Accepting:
             for sock in (*opened, *incoming.streams.values()):
                 sock.close()
             if error is not None:
+                if machine.stray and isinstance(error, AuthenticationFailed):
+                    error = ProtocolError(
+                        "a lane of no session that is here; of one that was refused just before, see there"
+                    )
                 self._refused(source, link, error)
 
     async def _join(self, peer: Established, link: ControlLink, incoming: _Incoming, source: str) -> PeerSession:
@@ -128,4 +133,5 @@ class Accepting:
             error = ProtocolError("the handshake was not finished in time")
         if link is not None:
             link.end(error if isinstance(error, KvdError) else PeerLost(str(error)), tell=True)
+        self._records.counters["connections_refused"] += 1
         self._log.warning("connection of a peer refused", source=source, reason=str(error))

@@ -9,16 +9,20 @@ from typing import Any
 
 from kvd.errors import FabricError, KvdError, PeerLost, PeerUnreachable, ShuttingDown
 from kvd.fabric.base import Fabric
+from kvd.fabric.priority import go_first
 from kvd.peers.config import PeersConfig
 from kvd.peers.link import ControlLink, Log
 from kvd.peers.session import PeerSession
-from kvd.peers.sockets import reason_of
+from kvd.peers.sockets import give_up_after, reason_of
 from kvd.peers.table import SessionTable
 from kvd.types import Lane, NodeId
 from kvd.wire.guard import guards
 from kvd.wire.hello import Identity
 from kvd.wire.machine import Established
 from kvd.wire.messages import PeerMessage
+
+STALLED = 3.0
+"""A lane whose bytes are not acknowledged for so many times ``timeout_s`` has failed, though the peer is heard of."""
 
 
 class SessionBringup:
@@ -92,6 +96,7 @@ class SessionBuilder:
             protection=guards(peer.lane_key, dialled=dialled) if peer.authenticated else None,
             messages_s=self._config.messages_s,
         )
+        go_first(control)  # it carries the requests of fetches
         try:
             await asyncio.get_running_loop().create_connection(lambda: link, sock=control)
         except BaseException:
@@ -112,6 +117,8 @@ class SessionBuilder:
     ) -> PeerSession:
         """Connect the fabric and bring the session to life. ``streams`` are the fabric's from here on."""
         try:
+            for stream in streams.values():
+                give_up_after(stream, STALLED * self._config.timeout_s)
             fabric = self._fabrics[peer.fabric]
             secret = peer.lane_key if peer.authenticated else b""
             endpoint = await fabric.connect(SessionBringup(link, streams, secret=secret, dialled=dialled))

@@ -31,5 +31,8 @@ class PeersConfig:
     heartbeat_s: float = 1.0
     timeout_s: float = 5.0
     """Silence after which a peer is lost."""
+    redial_s: float = 0.0
+    """How soon a configured peer that was lost, or could not be reached, is dialled again though nobody asks; each
+    further attempt waits twice as long, up to :data:`kvd.peers.dialling.REDIAL_MOST_S`. 0: only when somebody asks."""
     max_unauthenticated: int = 64
     """Connections at a time that have not proven themselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import secrets
 import socket
 from collections.abc import Container, Sequence
@@ -23,6 +24,10 @@ from kvd.wire.machine import Established
 
 AVOIDED_S = 60.0
 """How long a fabric that did not work on the way to a peer, where another one did, is not offered to it."""
+REDIAL_MOST_S = 60.0
+"""Longest pause between two attempts that nobody asked for."""
+REDIAL_PATIENCE = 6
+"""Who has been dialled by a lost peer gives that one so many times the first pause to come back by itself."""
 
 
 class Dialling:
@@ -40,6 +45,10 @@ class Dialling:
         self._connect_timeout_s, self._handshake_timeout_s = config.connect_timeout_s, config.handshake_timeout_s
         self._builder, self._table, self._records, self._log = builder, table, records, log
         self._attempts: dict[NodeId, asyncio.Task[PeerSession]] = {}
+        self._redial_s = config.redial_s
+        self._redials: dict[NodeId, asyncio.TimerHandle] = {}
+        self._unasked: set[NodeId] = set()
+        """Of the nodes that are being dialled, those that nobody waits for."""
         self._closed = False
 
     @property
@@ -53,12 +62,8 @@ class Dialling:
             raise shutting_down(self._node)
         if (live := self._table.live(node)) is not None:
             return live
-        attempt = self._attempts.get(node)
-        if attempt is None:
-            address = self._address(node)
-            attempt = asyncio.get_running_loop().create_task(self._dial(node, address))
-            self._attempts[node] = attempt
-            attempt.add_done_callback(lambda task: self._ended(node, task))
+        attempt = self._attempts.get(node) or self._begin(node, self._address(node))
+        self._unasked.discard(node)
         try:
             return await asyncio.shield(attempt)
         except KvdError:
@@ -70,9 +75,18 @@ class Dialling:
                 raise shutting_down(self._node) from None
             raise
 
+    def lost(self, session: PeerSession) -> None:
+        """A session has ended: dial the node again after a while, unless somebody does before. Else a peer that is
+        back would count as down until the next transfer with it, which may go elsewhere for that reason."""
+        if session.node in self._addresses and self._table.live(session.node) is None:
+            self._redial_later(session.node, self._redial_s * (1 if session.dialled else REDIAL_PATIENCE))
+
     async def close(self) -> None:
         """End all attempts; who waits for one gets :class:`ShuttingDown`. Idempotent."""
         self._closed = True
+        for timer in self._redials.values():
+            timer.cancel()
+        self._redials.clear()
         attempts = list(self._attempts.values())
         for attempt in attempts:
             attempt.cancel()
@@ -92,11 +106,35 @@ class Dialling:
             )
         return address
 
+    def _begin(self, node: NodeId, address: str) -> asyncio.Task[PeerSession]:
+        attempt = asyncio.get_running_loop().create_task(self._dial(node, address))
+        self._attempts[node] = attempt
+        attempt.add_done_callback(lambda task: self._ended(node, task))
+        return attempt
+
     def _ended(self, node: NodeId, attempt: asyncio.Task[PeerSession]) -> None:
         del self._attempts[node]
+        unasked = node in self._unasked
+        self._unasked.discard(node)
         if not attempt.cancelled() and (error := attempt.exception()) is not None:
-            self._records.failed(node, error)
-            self._log.warning("no session with peer", peer=node, reason=str(error))
+            # Nobody waits for what is tried on and on, and it says the same all night.
+            known = unasked and self._records.error(node) == str(error)
+            failures = self._records.failed(node, error)
+            say = self._log.debug if known else self._log.warning
+            say("no session with peer", peer=node, reason=str(error), attempts=failures)
+            self._redial_later(node, min(self._redial_s * 2 ** min(failures, 10), REDIAL_MOST_S))
+
+    def _redial_later(self, node: NodeId, pause_s: float) -> None:
+        if pause_s and not self._closed and node not in self._redials:
+            # Not all nodes at once, when one comes back that all of them know.
+            pause_s *= random.uniform(0.75, 1.25)
+            self._redials[node] = asyncio.get_running_loop().call_later(pause_s, self._redial, node)
+
+    def _redial(self, node: NodeId) -> None:
+        del self._redials[node]
+        if self._table.live(node) is None and node not in self._attempts:
+            self._unasked.add(node)
+            self._begin(node, self._addresses[node])
 
     async def _dial(self, node: NodeId, address: str) -> PeerSession:
         now = asyncio.get_running_loop().time()

@@ -67,9 +67,12 @@ class Peers:
             keys=tuple(config.keys),
         )
         records = Records(config.peers)
+        self.counters: Mapping[str, int] = records.counters
+        """Attempts to dial that failed, connections of others that were refused, sessions that ended."""
         self._table = SessionTable(records, on_lost, self._log)
         self._builder = SessionBuilder(identity, config, fabrics, self._table, on_message, on_fabric_message, self._log)
         self._dialling = Dialling(config, self._builder, self._table, records, self._log)
+        self._table.lost = self._dialling.lost
         self._accepting = Accepting(config, self._builder, self._table, records, self._log)
         self._listener: Listener | None = None
 

@@ -46,16 +46,23 @@ def reason_of(error: OSError) -> str:
     return os.strerror(error.errno).lower()
 
 
+async def resolve(host: str, port: int, flags: int = 0) -> list[Any]:
+    """As ``getaddrinfo`` for streams; raises what it raises."""
+    if "%" in host:  # uvloop's own forgets the interface of a link-local address; there is no name to be looked up here
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags | socket.AI_NUMERICHOST)
+    loop = asyncio.get_running_loop()
+    return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+
+
 async def listen(text: str) -> list[socket.socket]:
     """Listening sockets for every address that the host of ``text`` means, all on one port.
 
     Raises :class:`AddressInUse` naming host and port, and :class:`ConfigError` for a host or port that can't be had.
     """
     host, port = parse_address(text, "peers.listen")
-    loop = asyncio.get_running_loop()
     opened: list[socket.socket] = []
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = await resolve(host, port, socket.AI_PASSIVE)
         for family, _, _, _, address in dict.fromkeys(found):
             listener = socket.socket(family, socket.SOCK_STREAM)
             opened.append(listener)
@@ -76,10 +83,13 @@ async def listen(text: str) -> list[socket.socket]:
                 f"{text} is taken by another process; stop it, or set another port in peers.listen",
                 address=text,
             ) from None
+        # At boot, an address or a name server may be there a moment later.
+        passing = error.errno in (errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
         raise ConfigError(
             f"peers.listen: can't listen on {text}: {reason_of(error)}; give an address of this host and a free port",
             key="peers.listen",
             address=text,
+            **({"passing": True} if passing else {}),
         ) from None
     return opened
 
@@ -88,11 +98,10 @@ async def dial(node: NodeId, text: str, timeout_s: float) -> socket.socket:
     """A connected, non-blocking socket to the first address of ``text`` that answers, each tried for its share of
     ``timeout_s``. Raises :class:`PeerUnreachable` with the address and the reason."""
     host, port = parse_address(text, f"peers.static.{node}")
-    loop = asyncio.get_running_loop()
     reasons: list[str] = []
     try:
         async with asyncio.timeout(timeout_s):
-            found = list(dict.fromkeys(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+            found = list(dict.fromkeys(await resolve(host, port)))
             for family, _, _, _, address in found:
                 try:
                     async with asyncio.timeout(timeout_s / len(found)):
@@ -100,7 +109,9 @@ async def dial(node: NodeId, text: str, timeout_s: float) -> socket.socket:
                 except TimeoutError:
                     reasons.append(f"no answer from {address_text(address)}")
                 except OSError as error:
-                    reasons.append(reason_of(error))
+                    # What a name stands for may be out of date.
+                    at = address_text(address)
+                    reasons.append(reason_of(error) if at == text else f"{at}: {reason_of(error)}")
     except TimeoutError:
         reasons.append(f"no connection within {timeout_s:g} s")
     except OSError as error:
@@ -120,11 +131,37 @@ async def connect(family: int, address: Any) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(sock, address)
+        if family == socket.AF_INET6 and address[3]:
+            await _connect_on_interface(sock, address)
+        else:
+            await asyncio.get_running_loop().sock_connect(sock, address)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+async def _connect_on_interface(sock: socket.socket, address: Any) -> None:
+    """As ``sock_connect``, which forgets the interface of a link-local address under uvloop, too."""
+    try:
+        sock.connect(address)
+    except BlockingIOError:
+        loop = asyncio.get_running_loop()
+        writable = asyncio.Event()
+        loop.add_writer(sock.fileno(), writable.set)
+        try:
+            await writable.wait()
+        finally:
+            loop.remove_writer(sock.fileno())
+        if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(number, os.strerror(number)) from None
+
+
+def give_up_after(sock: socket.socket, seconds: float) -> None:
+    """Let the system end a connection whose bytes nobody has acknowledged for so long. Its own patience is a quarter of
+    an hour, and heartbeats are no help where small packets pass and large ones do not."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 async def negotiate(sock: socket.socket, machine: Handshake) -> Established | LaneEstablished:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Container
 
-from kvd.errors import KvdError, PeerLost, PeerRestarted
+from kvd.addresses import split_address
+from kvd.errors import AlreadyExists, KvdError, PeerLost, PeerRestarted
 from kvd.peers.link import Log
 from kvd.peers.records import Records
 from kvd.peers.session import PeerSession
@@ -25,6 +26,8 @@ class SessionTable:
         self._sessions: dict[NodeId, list[PeerSession]] = {}
         """By node: the live ones, and those that have ended and will be reported in this turn of the loop."""
         self._ending: set[asyncio.Task[None]] = set()
+        self.lost: Callable[[PeerSession], None] = lambda session: None
+        """Called for every session that has ended, once it is no longer in the table."""
 
     @property
     def nodes(self) -> list[NodeId]:
@@ -43,6 +46,17 @@ class SessionTable:
     def statuses(self, connecting: Container[NodeId]) -> list[PeerStatus]:
         """As :meth:`Records.statuses`."""
         return self._records.statuses(self._sessions, connecting)
+
+    def check_claim(self, node: NodeId, boot: str, address: str) -> None:
+        """Raise :class:`AlreadyExists` where another run of ``node`` is live on another host than ``address``: not a
+        restart, but a second daemon with that id (a cloned machine). Were it let in, each of the two would end the
+        other's sessions for ever. A node that moved gets in as soon as its silent former self is lost."""
+        live = self.live(node)
+        if live is None or live.boot == boot or _host(live.address) == _host(address):
+            return
+        text = f"two daemons go by the id {node}: one at {live.address}, connected, and one at {address}, refused"
+        self._records.rival(node, text)
+        raise AlreadyExists(f"{text}; give each its own node.id", peer=node, address=address, other=live.address)
 
     def add(self, session: PeerSession) -> None:
         """Take a new session in, in place of those that it replaces."""
@@ -88,6 +102,7 @@ class SessionTable:
             del self._sessions[session.node]
         self._records.ended(session)
         self._log.info("peer session ended", peer=session.node, boot=session.boot, reason=str(error))
+        self.lost(session)
         ending = asyncio.get_running_loop().create_task(session.wait_closed())
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
@@ -99,3 +114,10 @@ class SessionTable:
     async def wait_closed(self) -> None:
         """Return when nothing of the sessions that have ended is open any more."""
         await asyncio.gather(*self._ending)
+
+
+def _host(address: str) -> str:
+    try:
+        return split_address(address)[0].partition("%")[0]
+    except ValueError:  # what a peer says of itself
+        return address

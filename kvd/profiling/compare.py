@@ -37,6 +37,9 @@ class GroupLikeness:
     """From layer 2 on: layers 0 and 1 are infinitely important in every profile."""
     overlap: float | None
     """Share of the more important half of the blocks of layers 2 on that both have; .5 by chance."""
+    heads: float | None = None
+    """Mean over the layers: correlation of how heads differ, cell by cell; None where either does not tell them
+    apart, or has other heads or cells."""
 
     @property
     def pearson(self) -> float | None:
@@ -73,6 +76,11 @@ class Likeness:
         """Mean over groups."""
         return mean(group.overlap for group in self.groups)
 
+    @property
+    def heads(self) -> float | None:
+        """Mean over groups."""
+        return mean(group.heads for group in self.groups)
+
     def layers(self) -> tuple[LayerLikeness, ...]:
         """Each layer's means over the groups."""
         return tuple(
@@ -101,7 +109,12 @@ def compare(first: Profile, second: Profile) -> Likeness:
         middle = math.isqrt(group.low * (group.high - 1))
         other = others.nearest(middle)
         groups.append(
-            GroupLikeness(_range(group), (other.low, other.high), *_likeness(group.matrix, other.matrix, blocks))
+            GroupLikeness(
+                _range(group),
+                (other.low, other.high),
+                *_likeness(group.matrix, other.matrix, blocks),
+                _heads_likeness(group.matrix, other.matrix),
+            )
         )
     return Likeness(blocks, tuple(groups), {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
 
@@ -135,6 +148,14 @@ def _likeness(
     half = max(1, one.size // 2)
     tops = [set(np.argsort(-values, axis=None, kind="stable")[:half].tolist()) for values in (one, two)]
     return layers, len(tops[0] & tops[1]) / half
+
+
+def _heads_likeness(first: ImportanceMatrix, second: ImportanceMatrix) -> float | None:
+    one, two = first.heads, second.heads
+    if one is None or two is None or one.values.shape != two.values.shape:
+        return None
+    pairs = zip(one.factors()[ALWAYS_LAYERS:], two.factors()[ALWAYS_LAYERS:], strict=True)
+    return mean(pearson(x.ravel(), y.ravel()) for x, y in pairs)
 
 
 def _correlation(x: _Floats, y: _Floats) -> float | None:

@@ -4,10 +4,12 @@ safetensors rather than NumPy's npz: a reader exists in every language that serv
 nothing compressed in it, so a file can neither run code nor grow when it is read; and its header must describe every
 byte. The library has no dependencies and does not need torch.
 
-**Format, version 1.** Tensors, all little-endian, with G groups of prompt lengths, L layers, M blocks a layer:
+**Format, versions 1 and 2.** Tensors, all little-endian, with G groups of prompt lengths, L layers, M blocks a layer:
 
 ======================  ===  ==========  ==================================================================
 ``importance.0`` … G-1  F32  (L, M)      matrix of each group (equation 1); rows 0 and 1 are infinite
+``heads.0`` … G-1       F32  (L, H, C)   version 2: how often an entry of each of C equal parts of the prompt was
+                                         selected by each of H KV heads; missing for groups of which that is not known
 ``prefill.tokens``      I64  (P,)        prompt lengths at which T_p was measured; P may be 0
 ``prefill.seconds``     F64  (P,)        T_p
 ``transfer.tokens``     I64  (T,)        prompt lengths at which T_t was measured; T may be 0
@@ -16,7 +18,8 @@ byte. The library has no dependencies and does not need torch.
 
 The header's ``__metadata__`` has the texts
 
-- ``format``: ``kvd-profile``, and ``version``: ``1``, raised whenever an older reader would misread the rest;
+- ``format``: ``kvd-profile``, and ``version``, raised whenever an older reader would misread the rest; a profile that
+  does not tell heads apart is written as version 1;
 - ``profile``: a JSON object on one line: ``kvd`` (version), ``model``, ``revision``, ``layers``, ``kv_heads``,
   ``entry_bytes``, ``selector``, ``parameters`` (object), ``blocks``, ``groups`` (list of ``low``, ``high`` (excluded),
   ``prompts``, ``steps``, by length), ``link_rate`` (bytes a second, 0: not measured), ``created`` (RFC 3339),
@@ -44,12 +47,13 @@ import safetensors
 import safetensors.numpy
 
 from kvd.errors import InvalidArgument, InvalidProfile, KvdError
+from kvd.importance.heads import HeadImportance
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.profiling.profile import MAX_GROUPS, Parameter, Profile, ProfileGroup
 from kvd.profiling.timing import Times
 from kvd_client.spec import MAX_LAYERS
 
-FORMAT, VERSION = "kvd-profile", 1
+FORMAT, VERSION = "kvd-profile", 2
 MAX_BYTES = 256 << 20
 """The largest file; 48 layers, 1,000 blocks and 8 groups take 1.5 MiB."""
 
@@ -102,19 +106,15 @@ class _Wrong(Exception):
 def encode(profile: Profile) -> bytes:
     """The file's bytes. Raises :class:`InvalidArgument` where they would be more than ``MAX_BYTES``."""
     text, tensors = _content(profile)
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "profile": text,
-        "sha256": _digest(str(VERSION), text, tensors),
-    }
+    version = _version(profile)
+    metadata = {"format": FORMAT, "version": version, "profile": text, "sha256": _digest(version, text, tensors)}
     data: bytes = safetensors.numpy.save({name: array for name, (_, array) in tensors.items()}, metadata)
     return data
 
 
 def fingerprint(profile: Profile) -> str:
     """The ``sha256`` that the profile's file has; equal content gives an equal one."""
-    return _digest(str(VERSION), *_content(profile))
+    return _digest(_version(profile), *_content(profile))
 
 
 def decode(data: bytes, name: str = "the profile") -> Profile:
@@ -189,16 +189,22 @@ def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
         raise InvalidArgument(f"{str(target)!r} can't be written: {_reason(error)}", file=str(target)) from None
 
 
+def _version(profile: Profile) -> str:
+    return "1" if all(group.matrix.heads is None for group in profile.groups) else str(VERSION)
+
+
 def _content(profile: Profile) -> tuple[str, dict[str, tuple[str, _Array]]]:
     """The JSON object, and the tensors with the names of their dtypes."""
-    size = sum(group.matrix.values.nbytes for group in profile.groups)
+    matrices = [group.matrix for group in profile.groups]
+    size = sum(each.values.nbytes + (0 if each.heads is None else each.heads.values.nbytes) for each in matrices)
     if size > MAX_BYTES // 2:
         raise InvalidArgument(
             f"the profile's matrices have {size} bytes, and {MAX_BYTES // 2} is the most; use fewer blocks", size=size
         )
-    arrays: dict[str, _Array] = {
-        f"importance.{at}": group.matrix.values.astype("<f4") for at, group in enumerate(profile.groups)
-    }
+    arrays: dict[str, _Array] = {f"importance.{at}": each.values.astype("<f4") for at, each in enumerate(matrices)}
+    for at, each in enumerate(matrices):
+        if each.heads is not None:
+            arrays[f"heads.{at}"] = each.heads.values.astype("<f4")
     for name in _TIMES:
         times: Times = getattr(profile, name)
         arrays[f"{name}.tokens"] = np.array(times.tokens, "<i8")
@@ -244,7 +250,7 @@ def _decoded(data: bytes) -> Profile:
     except (msgspec.DecodeError, RecursionError) as error:
         raise _Wrong("profile", f"its metadata is not what version {VERSION} has: {error}") from None
     try:
-        return _built(fields, {name: array for name, (_, array) in tensors.items()})
+        return _built(fields, {name: array for name, (_, array) in tensors.items()}, int(version[:9]))
     except KvdError as error:
         raise _Wrong(str(error.fields.pop("field", "profile")), error.message, **error.fields) from None
 
@@ -258,13 +264,13 @@ def _parsed(data: bytes) -> tuple[dict[str, str], dict[str, tuple[str, _Array]]]
         header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=_Header)
     except (safetensors.SafetensorError, msgspec.DecodeError, RecursionError) as error:
         raise _Wrong("header", f"it is no safetensors file, or damaged, or cut off ({error})") from None
-    most = MAX_GROUPS + 2 * len(_TIMES)
+    most = 2 * MAX_GROUPS + 2 * len(_TIMES)
     if len(found) > most:
         raise _Wrong("header", f"it has {len(found)} tensors, and no profile has more than {most}")
     tensors: dict[str, tuple[str, _Array]] = {}
     for name, tensor in found:
         dtype, shape = str(tensor["dtype"]), tuple(tensor["shape"])
-        if dtype not in _DTYPES or len(shape) > 2 or max(shape, default=1) > MAX_BYTES:
+        if dtype not in _DTYPES or len(shape) > 3 or max(shape, default=1) > MAX_BYTES:
             raise _Wrong(
                 str(name)[:40], f"tensor {str(name)[:40]!r} is {dtype} of shape {shape}, as none of a profile is"
             )
@@ -272,17 +278,21 @@ def _parsed(data: bytes) -> tuple[dict[str, str], dict[str, tuple[str, _Array]]]
     return header.metadata, tensors
 
 
-def _built(fields: _Fields, tensors: dict[str, _Array]) -> Profile:
+def _built(fields: _Fields, tensors: dict[str, _Array], version: int) -> Profile:
     if not 1 <= fields.layers <= MAX_LAYERS:
         raise _Wrong("layers", f"layers is {fields.layers}; it must be between 1 and {MAX_LAYERS}")
     groups = []
     for at, group in enumerate(fields.groups):
         name = f"importance.{at}"
         values = _taken(tensors, name, "f4", (fields.layers, fields.blocks))
+        split = f"heads.{at}"
         try:
-            matrix = ImportanceMatrix(values)
+            heads = None
+            if version > 1 and split in tensors:
+                heads = HeadImportance(_taken(tensors, split, "f4", (fields.layers, fields.kv_heads, None)))
+            matrix = ImportanceMatrix(values, heads)
         except InvalidArgument as error:
-            raise _Wrong(name, error.message, **error.fields) from None
+            raise _Wrong(split if "head" in error.fields else name, error.message, **error.fields) from None
         groups.append(ProfileGroup(group.low, group.high, matrix, group.prompts, group.steps))
     times = {}
     for name in _TIMES:

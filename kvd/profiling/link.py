@@ -4,7 +4,8 @@ A process beside the source's daemon serves (:func:`serve`), one beside the sink
 nothing but the client library. The sink asks first, by a tiny transfer in the other direction. For each round the
 source then opens three transfers, and the sink takes them in the reverse order: a *gate*, which tells that the others
 are open; a *small* one, whose time is the latency; a *bulk* one, whose rate is taken from the arrival of layer 0 to
-that of the last layer, so that neither the meeting of the two sides nor the making of memory is part of it.
+that of the last layer, so that neither the meeting of the two sides nor the making of memory is part of it. One more
+transfer, of nothing until the end, tells the source that the sink's process is still *here*.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from kvd.errors import (
     RendezvousTimeout,
 )
 from kvd.profiling.timing import Times
-from kvd_client import Client, KVSpec
+from kvd.reading import read_bounded
+from kvd_client import Client, DecodeTransfer, KVSpec, PrefillTransfer
 from kvd_client.spec import MASK_REMOTE
 
 REQUEST = "kvd-profile-link"
@@ -45,6 +47,8 @@ PATIENCE_S = 60.0
 """Longest time from one transfer of a round to the next."""
 SECONDS_A_MIB = 1.0
 """Links slower than that are given up."""
+_LOOK_S = 0.2
+"""How often a source that waits looks whether the sink's process is still there."""
 
 _SMALL = KVSpec(layers=1, kv_heads=1, entry_bytes=256, dtype="bytes", model="kvd-link")
 _BULK = KVSpec(layers=16, kv_heads=1, entry_bytes=1 << 16, dtype="bytes", model="kvd-link")  # 1 MiB a token
@@ -129,7 +133,7 @@ def read(path: str | os.PathLike[str]) -> tuple[int, float]:
     """
     name = os.fspath(path)
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=_File)
+        found = msgspec.json.decode(read_bounded(path), type=_File)
     except OSError as error:
         raise InvalidArgument(f"{name!r} can't be read: {error.strerror}", file=name) from None
     except (msgspec.DecodeError, RecursionError) as error:
@@ -192,8 +196,9 @@ def serve(client: Client, request: str = REQUEST, *, measurements: int | None = 
             continue
         say(f"{ask.rounds} round{'s' * (ask.rounds != 1)} of {ask.mib} MiB asked for")
         try:
-            for number in range(ask.rounds):
-                _offer(client, f"{ask.run}.{number}", ask.mib)
+            with client.decode(f"{ask.run}.here", _SMALL, [1], mode="full", deadline_s=_whole_s(ask)) as here:
+                for number in range(ask.rounds):
+                    _offer(client, f"{ask.run}.{number}", ask.mib, here)
         except (*_GONE, RendezvousTimeout, DeadlineExceeded) as error:
             say(f"broken off: {error.message}")
         else:
@@ -223,8 +228,9 @@ def _next_ask(client: Client, request: str, say: Say) -> _Ask | None:
         return None
 
 
-def _offer(client: Client, name: str, mib: int) -> None:
+def _offer(client: Client, name: str, mib: int, here: DecodeTransfer) -> None:
     with contextlib.ExitStack() as stack:
+        offered = []
         for kind, spec, tokens in (("bulk", _BULK, mib), ("small", _SMALL, 1), ("gate", _SMALL, 1)):
             transfer = stack.enter_context(
                 client.prefill(f"{name}.{kind}", spec, [tokens], mode="full", deadline_s=_deadline_s(mib))
@@ -232,11 +238,31 @@ def _offer(client: Client, name: str, mib: int) -> None:
             for layer in range(spec.layers):
                 transfer.layer(layer)[...] = 0xA5  # pages that were never written might be sent faster
                 transfer.layer_ready(layer)
-        # left in the order of the sink: the gate is delivered first
+            offered.append(transfer)
+        for transfer in reversed(offered):  # in the order of the sink: the gate is delivered first
+            transfer.finish(wait=False)
+            _wait_delivered(transfer, here)
+
+
+def _wait_delivered(transfer: PrefillTransfer, here: DecodeTransfer) -> None:
+    """Wait for a delivery, and no longer than the sink's process is ``here``: it may leave between two transfers."""
+    while True:
+        try:
+            transfer.wait_delivered(_LOOK_S)
+            return
+        except DeadlineExceeded as error:
+            if "timeout_s" not in error.fields:  # the transfer's own
+                raise
+        with contextlib.suppress(RendezvousTimeout, DeadlineExceeded):  # which say nothing of the process
+            here.poll_ready(0)
 
 
 def _deadline_s(mib: int) -> float:
     return PATIENCE_S + SECONDS_A_MIB * mib
+
+
+def _whole_s(ask: _Ask) -> float:
+    return ask.rounds * _deadline_s(ask.mib)
 
 
 # --- at the sink ----------------------------------------------------------------------------------------------------
@@ -267,10 +293,13 @@ def measure(
     ask = _Ask(run=f"kvd-link-{secrets.token_hex(8)}", mib=mib, rounds=rounds)
     _put_ask(client, source, request, ask, wait_s)
     found = []
-    for number in range(rounds):
-        found.append(_take_round(client, source, f"{ask.run}.{number}", mib, clock))
-        if on_round is not None:
-            on_round(found[-1])
+    # Open for as long as this process measures, so that the source knows when it leaves.
+    with client.prefill(f"{ask.run}.here", _SMALL, [1], sink=source, mode="full", deadline_s=_whole_s(ask)) as here:
+        for number in range(rounds):
+            found.append(_take_round(client, source, f"{ask.run}.{number}", mib, clock))
+            if on_round is not None:
+                on_round(found[-1])
+        here.layer_ready(0)
     return Link(source=source, sink=client.status().node, mib=mib, rounds=tuple(found))
 
 

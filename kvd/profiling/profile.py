@@ -52,7 +52,8 @@ class Profile:
     parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
     """The selection algorithm's settings, as it names them."""
     groups: tuple[ProfileGroup, ...]
-    """One matrix of shape (layers, blocks) for each range of prompt lengths; sorted."""
+    """One matrix of shape (layers, blocks) for each range of prompt lengths, with how the KV heads differ where that
+    was recorded; sorted."""
     prefill: Times = NOT_MEASURED
     """T_p as measured."""
     transfer: Times = NOT_MEASURED
@@ -77,7 +78,7 @@ class Profile:
         if self.created.utcoffset() is None:
             raise InvalidArgument("created has no time zone; use UTC", field="created")
         object.__setattr__(self, "parameters", MappingProxyType(_checked_parameters(self.parameters)))
-        object.__setattr__(self, "groups", _checked_groups(self.groups, self.layers))
+        object.__setattr__(self, "groups", _checked_groups(self.groups, self.layers, self.kv_heads))
 
     @property
     def blocks(self) -> int:
@@ -136,7 +137,7 @@ def _checked_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parame
     return dict(parameters)
 
 
-def _checked_groups(groups: tuple[ProfileGroup, ...], layers: int) -> tuple[ProfileGroup, ...]:
+def _checked_groups(groups: tuple[ProfileGroup, ...], layers: int, kv_heads: int) -> tuple[ProfileGroup, ...]:
     if len(groups) > MAX_GROUPS:
         raise InvalidArgument(f"there are {len(groups)} groups; make at most {MAX_GROUPS}", field="groups")
     Groups(groups)
@@ -152,6 +153,13 @@ def _checked_groups(groups: tuple[ProfileGroup, ...], layers: int) -> tuple[Prof
                 f"the matrix of groups[{at}] has shape {group.matrix.values.shape}; all must have {expected}",
                 field=f"groups[{at}]",
                 shape=list(group.matrix.values.shape),
+            )
+        heads = group.matrix.heads
+        if heads is not None and heads.heads != kv_heads:
+            raise InvalidArgument(
+                f"groups[{at}] tells {heads.heads} KV heads apart, and the model has {kv_heads}",
+                field=f"groups[{at}]",
+                heads=[heads.heads, kv_heads],
             )
     return ordered
 

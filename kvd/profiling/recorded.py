@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from kvd.errors import InvalidArgument, InvalidProfile
 from kvd.importance.counts import SelectionCounts
 from kvd.importance.matrix import ALWAYS_LAYERS
 from kvd.profiling.files import replace_file
+from kvd.reading import read_bounded
 from kvd_client.spec import MAX_TOKENS
 
 FORMAT, VERSION, SUFFIX = "kvd-recorded", 1, ".kvdrecorded"
@@ -164,7 +164,7 @@ def read(path: str | os.PathLike[str]) -> Recorded:
     try:
         if os.path.getsize(name) > MAX_BYTES:
             raise InvalidProfile(f"{name} is larger than any recording of selections", file=name)
-        data = Path(name).read_bytes()
+        data = read_bounded(name, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{name!r} can't be read: {error}", file=name) from None
     try:

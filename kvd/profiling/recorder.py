@@ -8,6 +8,7 @@ their groups' borders.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
@@ -17,8 +18,9 @@ import numpy.typing as npt
 from kvd_kernels import accumulate_blocks
 
 from kvd.errors import InvalidArgument
-from kvd.importance.counts import SelectionCounts
-from kvd.importance.matrix import ALWAYS_LAYERS
+from kvd.importance.counts import HeadCounts, SelectionCounts
+from kvd.importance.heads import CELLS
+from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 from kvd.profiling.profile import Parameter, Profile, ProfileGroup
 from kvd.profiling.timing import NOT_MEASURED, Times
 from kvd_client.spec import MAX_TOKENS, KVSpec
@@ -62,7 +64,7 @@ class Recorder:
     def groups(self) -> tuple[ProfileGroup, ...]:
         """What was recorded so far, by length; batches count once they are closed."""
         return tuple(
-            ProfileGroup(*bounds, counts.selections.matrix(), counts.prompts, counts.steps)
+            ProfileGroup(*bounds, counts.matrix(), counts.prompts, counts.steps)
             for bounds, counts in sorted(self._groups.items())
         )
 
@@ -98,7 +100,7 @@ class Recorder:
             entry_bytes=spec.entry_bytes,
             selector=selector,
             parameters=parameters or {},
-            groups=groups,
+            groups=tuple(_of_model(group, spec.kv_heads) for group in groups),
             prefill=prefill,
             transfer=transfer,
             link_rate=link_rate,
@@ -110,8 +112,17 @@ class Recorder:
         for bounds, counts in found.items():
             mine = self._groups.setdefault(bounds, _GroupCounts(self.layers, self.blocks))
             mine.selections.merge(counts.selections)
+            mine.merge_heads(counts.heads)
             mine.prompts += counts.prompts
             mine.steps += counts.steps
+
+
+def _of_model(group: ProfileGroup, kv_heads: int) -> ProfileGroup:
+    """Without telling heads apart where the model has others: a tensor-parallel rank records only its own."""
+    heads = group.matrix.heads
+    if heads is None or heads.heads == kv_heads:
+        return group
+    return dataclasses.replace(group, matrix=group.matrix.with_heads(None))
 
 
 class Recording:
@@ -131,6 +142,8 @@ class Recording:
         self._lengths = np.array(lengths, np.int64)
         self._starts = np.array(given, np.int64)
         self._counts = np.zeros((recorder.layers, len(lengths), recorder.blocks), np.int64)
+        self._by_head: npt.NDArray[np.int64] | None = None
+        """(layers, rows, KV heads, cells); made when the number of heads is known."""
         self._steps = [0] * recorder.layers
         self._heads = 0
         self._closed = False
@@ -164,6 +177,10 @@ class Recording:
             accumulate_blocks(index, self._counts[layer], self._lengths, self._starts, beyond="skip")
         except (IndexError, TypeError, ValueError) as error:
             raise InvalidArgument(f"layer {layer}: {error}", layer=layer) from None
+        if self._by_head is None:
+            self._by_head = np.zeros((self._recorder.layers, len(self._lengths), heads, CELLS), np.int64)
+        each = [numbers.repeat(heads) for numbers in (self._lengths, self._starts)]
+        accumulate_blocks(index, self._by_head[layer].reshape(len(index), CELLS), *each, beyond="skip")
         self._heads = heads
         self._steps[layer] += 1
 
@@ -187,6 +204,8 @@ class Recording:
                 if steps := self._steps[layer]:
                     selected = self._counts[layer, row]
                     group.selections.add(layer, selected, length=length, heads=self._heads, steps=steps)
+                    if self._by_head is not None:
+                        group.of_heads(self._heads).add(layer, self._by_head[layer, row], length=length, steps=steps)
         self._recorder._merge(found)
 
     def __enter__(self) -> Recording:
@@ -203,5 +222,25 @@ class Recording:
 class _GroupCounts:
     def __init__(self, layers: int, blocks: int) -> None:
         self.selections = SelectionCounts(layers, blocks)
+        self.heads: HeadCounts | None = None
+        """None until selections say how many there are, and where batches had different numbers."""
+        self._mixed = False
         self.prompts = 0
         self.steps = 0
+
+    def of_heads(self, heads: int) -> HeadCounts:
+        if self.heads is None:
+            self.heads = HeadCounts(self.selections.layers, heads)
+        return self.heads
+
+    def merge_heads(self, other: HeadCounts | None) -> None:
+        """What other batches selected by head; batches of other numbers of heads are not told apart."""
+        if other is None or self._mixed:
+            return
+        if self.heads is not None and self.heads.selected.shape != other.selected.shape:
+            self.heads, self._mixed = None, True
+        else:
+            self.of_heads(other.selected.shape[1]).merge(other)
+
+    def matrix(self) -> ImportanceMatrix:
+        return self.selections.matrix(self.heads)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.importance.heads import by_head
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 from kvd.profiling.profile import Profile
 
@@ -41,6 +42,8 @@ def summary(profile: Profile) -> dict[str, Any]:
                 "steps": group.steps,
                 "mean": _mean(group.matrix),
                 "on_demand_ratio": {str(share): on_demand_ratio(group.matrix, share) for share in SHARES},
+                "cells": group.matrix.heads.cells if group.matrix.heads is not None else 0,
+                "on_demand_ratio_by_head": {str(share): on_demand_by_head(group.matrix, share) for share in SHARES},
                 "positions": positions(group.matrix),
             }
             for group in profile.groups
@@ -62,6 +65,21 @@ def on_demand_ratio(matrix: ImportanceMatrix, share: float) -> float | None:
         return None
     sent = matrix.top(int(matrix.values.size * share))[ALWAYS_LAYERS:]
     return float(values[~sent].sum()) / total
+
+
+def on_demand_by_head(matrix: ImportanceMatrix, share: float) -> float | None:
+    """As :func:`on_demand_ratio` with masks by head, where the profile tells heads apart; else None."""
+    heads = matrix.heads
+    if heads is None or matrix.layers <= ALWAYS_LAYERS:
+        return None
+    factors, numbers = heads.factors(), range(ALWAYS_LAYERS, matrix.layers)
+    values = np.stack([by_head(matrix.values[layer], factors[layer]) for layer in numbers]).astype(np.float64).ravel()
+    total = float(values.sum())
+    if not total:
+        return None
+    every = matrix.values.size * heads.heads
+    sent = max(0, int(every * share) - ALWAYS_LAYERS * matrix.blocks * heads.heads)
+    return float(np.sort(values)[::-1][sent:].sum()) / total
 
 
 def positions(matrix: ImportanceMatrix, parts: int = 10) -> list[float]:

@@ -18,10 +18,13 @@ from kvd_client.spec import TokenRange
 BATCHES = 3
 """Of layers: one that is being regrouped, one on the wire, and one between them. Bounds the memory for staging."""
 
-BATCH_LEAST, BATCH_MOST, BATCH_S, BATCH_GROWTH = 1 << 20, 16 << 20, 0.02, 3
-"""Layers that are ready go together, for so many seconds of the link's time, and within these bytes: the least while
-nothing is on its way, since the link waits until it is regrouped, then so many times as many as in the batch ahead,
-since regrouping takes a fraction of the time that sending takes."""
+BATCH_LEAST, BATCH_MOST, BATCH_S = 1 << 20, 16 << 20, 0.02
+"""Layers that are ready go together, for so many seconds of the link's time, and within these bytes."""
+
+BATCH_FIRST_S, BATCH_GROWTH = 0.004, 2
+"""Fewer while nothing is on its way, since the link waits until they are regrouped: what it takes in so long, so that
+the next batch can be there in time. Then so many times as many as in the batch ahead: regrouping takes a fraction of
+the time that sending takes, but on two processors it is the sending thread's."""
 
 METADATA = "metadata"
 """In the accounts, beside the names of the paths."""
@@ -90,8 +93,8 @@ def _turn(part: SourcePart, link: Link, path: Path) -> int:
     if part.queue.unit == "layer":
         # A batch costs the same CPU time whatever it has, and the wait for a layer grows with what goes with it.
         ahead, _ = link.writes.get(max(part.writes, default=-1), (0, ""))
-        most = min(BATCH_MOST, max(BATCH_LEAST, BATCH_GROWTH * ahead))
-        return min(most, max(BATCH_LEAST, int(link.rate * BATCH_S)))
+        most = max(int(link.rate * BATCH_FIRST_S), BATCH_GROWTH * ahead)
+        return max(BATCH_LEAST, min(BATCH_MOST, most, int(link.rate * BATCH_S)))
     if path is Path.SPECULATIVE and not part.queue.policy.adaptive:
         return min(link.piece, part.idle.room)
     return link.piece

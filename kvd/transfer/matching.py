@@ -54,7 +54,7 @@ def why_not(part: SourcePart, message: Open) -> KvdError | None:
     if mine.mask_by != theirs.mask_by:
         return UnsupportedLayout(
             f"request {part.request!r} has a mask by {mine.mask_by} at the source and by {theirs.mask_by} at the sink; "
-            "open both ends with the same mask",
+            'open both ends with the same mask, "token" if one has its tensors on a device',
             differ={"mask": [mine.mask_by, theirs.mask_by]},
         )
     pairs: dict[str, list[Any]] = {

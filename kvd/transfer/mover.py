@@ -59,18 +59,24 @@ class Mover:
         token = b""
         try:
             with record.holding():
-                plans = await moving.stage(self._pool, self._turn, move, record, instruction.layers)
+                async with self._turn:
+                    # The link gets what the batch before has submitted first: the loop has its own turn for that.
+                    await asyncio.sleep(0)
+                    move.check()
+                    masks = None if pulled else moving.masks_of(record, instruction)
+                    room = masks.nbytes if masks is not None else 0
+                    plans = await moving.stage(self._pool, move, record, instruction.layers, room)
                 self._submit(ev.Regrouped(transfer, write))
-                if pulled:
+                if masks is None:
                     token = moving.offer(move, session)
                     self._submit(move.account(transfer))
                 else:
-                    masks = await moving.push(move, record, session, plans, instruction)
+                    marked = await moving.push(move, record, session, plans, masks)
                     self._submit(move.account(transfer))
-                    # The link is free for the next batch while this one's masks are on their way.
                     self._sent(instruction.nbytes)
                     self._submit(ev.WriteCompleted(transfer, write))
-                    await moving.mark_far(move, record, session, masks)
+                    if not marked:  # the link is free for the next batch meanwhile
+                        await moving.mark_far(move, record, session, masks)
         except Exception as wrong:
             error = as_kvd_error(wrong)
             if not isinstance(wrong, KvdError):

@@ -1,8 +1,8 @@
 """Moving tensors between layouts: regroup into staging memory, then a batch of large requests (HAWK, section 4.3).
 
-Staging memory is leased for one batch and given back at its end, whatever that is. The regroup runs in a worker
-thread. Mask bytes are written, or marked, only after every byte of the batch is in place: the batch goes into several
-grants, so no fabric's order within one write could promise it.
+Staging memory is leased for one batch and given back at its end, whatever that is. Mask bytes are written, or marked,
+only after every byte of the batch is in place. The batch goes into several grants: where the fabric writes into several
+as one operation, the mask bytes go behind its bytes; where it does not, they wait until these are confirmed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -35,13 +35,14 @@ from kvd.transfer.serving import STAGING
 from kvd.types import Descriptors, Lane, TransferId
 from kvd.wire.messages import LayerRanges, Staged, TensorsArrived
 from kvd_client.layouts import ChannelGrant
+from kvd_client.spec import MASK_LOCAL
 
 INLINE_BYTES = 4 << 20
-"""Regrouped on the event loop's thread, in about a millisecond: another thread would wait as long for each turn of the
-interpreter's lock while this one is busy sending, and has several to take."""
-TURN_BYTES = 8 << 20
-"""Of what is regrouped on the loop's thread at once where no processor is free for another thread: a millisecond, as
-much as the socket has to send meanwhile. From here on the kernel's stores go past the caches."""
+"""Regrouped on the event loop's thread, in about a millisecond, although another processor is free: another thread
+would wait as long for each turn of the interpreter's lock while this one is busy sending, and has several to take."""
+TURN_BYTES = 2 << 20
+"""Of what is regrouped on the loop's thread at once where no processor is free for another thread: a quarter of a
+millisecond, for which a socket with half a megabyte keeps a link of 10 Gbit/s busy."""
 FEW = 64
 """Requests of a batch that are sorted one by one. Most batches have one for each channel."""
 PROCESSORS = 3
@@ -68,18 +69,14 @@ class Move:
         for operation in list(self.operations):
             operation.cancel()
 
-    async def run(self, operations: Iterable[Operation], meanwhile: Callable[[], None] | None = None) -> None:
-        """Start a batch and wait for all of it; raises the first error once nothing of it touches memory any more.
-        ``meanwhile`` is called once its first bytes have left."""
+    async def run(self, operations: Iterable[Operation]) -> None:
+        """Start a batch and wait for all of it; raises the first error once nothing of it touches memory any more."""
         started: list[Operation] = []
         failed: BaseException | None = None
         try:
             for operation in operations:
                 started.append(operation)
                 self.operations.add(operation)
-            if meanwhile is not None:
-                await asyncio.sleep(0)
-                meanwhile()
         except Exception as error:  # whatever it is, what has been started must end first
             failed = error
         if failed is not None or self.cancelled:
@@ -102,43 +99,48 @@ class Move:
             raise Aborted("the move of tensors was cancelled")
 
 
-async def stage(pool: Pool, turn: asyncio.Lock, move: Move, record: Record, layers: Layers) -> list[RegroupPlan]:
+async def stage(pool: Pool, move: Move, record: Record, layers: Layers, masks: int = 0) -> list[RegroupPlan]:
     """Regroup tokens of a source part into ``move.staging``; returns the plans, whose staging memory lies end to end.
-    ``turn`` lets one batch be regrouped at a time: several would only take the processor from each other.
+    Behind it are so many mask bytes of local tokens.
 
     Raises :class:`~kvd.errors.OutOfMemory` where there is no room for it, and what planning says.
     """
     assert record.route is not None
     plans = record.route.plan(layers)
     nbytes = sum(plan.staging_bytes for plan in plans)
-    move.staging = await pool.lease_soon(nbytes, STAGING, limited=False)
+    move.staging = await pool.lease_soon(nbytes + masks, STAGING, limited=False)
     move.check()
     sources = record.tensors.memory.buffers() if record.tensors is not None else [record.lease.memory]
     staging = move.staging.memory
+    staging[nbytes : nbytes + masks] = bytes([MASK_LOCAL]) * masks
+
+    def turns(turn_bytes: int) -> Iterator[None]:
+        at = done = 0
+        for plan in plans:
+            if done >= turn_bytes:
+                yield
+                done = 0
+            yield from in_turns(plan, sources, staging[at : at + plan.staging_bytes], turn_bytes)
+            at += plan.staging_bytes
+            done += plan.staging_bytes
 
     def work(turn_bytes: int = sys.maxsize) -> Iterator[None]:
         """Regroup, and account for the time that it takes and its turns don't."""
-        at, began = 0, time.perf_counter()
-        for plan in plans:
-            for _ in in_turns(plan, sources, staging[at : at + plan.staging_bytes], turn_bytes):
-                move.regroup_us += int((time.perf_counter() - began) * 1e6)
-                yield
-                began = time.perf_counter()
-            at += plan.staging_bytes
+        began = time.perf_counter()
+        for _ in turns(turn_bytes):
+            move.regroup_us += int((time.perf_counter() - began) * 1e6)
+            yield
+            began = time.perf_counter()
         move.regroup_us += int((time.perf_counter() - began) * 1e6)
 
-    async with turn:
-        # The link gets what the batch before has submitted first: the loop has its own turn for that.
-        await asyncio.sleep(0)
-        move.check()
-        if nbytes <= INLINE_BYTES:
-            collections.deque(work(), maxlen=0)
-        elif few_processors() and not any(plan.decode or plan.encode for plan in plans):
-            for _ in work(TURN_BYTES):
-                await asyncio.sleep(0)
-                move.check()
-        else:
-            await asyncio.to_thread(collections.deque, work(), 0)
+    if few_processors() and not any(plan.decode or plan.encode for plan in plans):
+        for _ in work(TURN_BYTES):
+            await asyncio.sleep(0)
+            move.check()
+    elif nbytes <= INLINE_BYTES:
+        collections.deque(work(), maxlen=0)
+    else:
+        await asyncio.to_thread(collections.deque, work(), 0)
     move.nbytes = nbytes
     move.check()
     return plans
@@ -151,28 +153,32 @@ def few_processors() -> bool:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Masks:
-    """The mask bytes of a batch of the record's, and the notification, ready to be written."""
+    """Where the mask bytes of a batch go, and the notification behind them."""
 
     rows: Descriptors
     notify: bytes
+    nbytes: int
+    """Of the longest row: all are copied from the same bytes, since all say the same."""
+
+    def copied_from(self, offset: int) -> Descriptors:
+        rows = self.rows.copy()
+        rows[:, 0] = offset
+        return rows
 
 
 def masks_of(record: Record, instruction: do.WriteTensors) -> Masks:
-    """Mark a batch's tokens here, where their mask bytes are copied from, and say what is to be written there."""
+    """What is to be written once a batch is in place."""
     assert record.sink is not None
-    views = mask_views(record.lease.memory, record.layout)
-    for layer, ranges in instruction.layers:
-        mark(views[layer], ranges)
-    rows = plan_masks(record.layout, record.sink.layout, instruction.layers, source_offset=record.lease.offset)
+    rows = plan_masks(record.layout, record.sink.layout, instruction.layers)
     arrived = [LayerRanges(layer, list(ranges)) for layer, ranges in instruction.layers]
-    return Masks(rows, msgspec.msgpack.encode(TensorsArrived(record.sink.sink, arrived, instruction.path.value)))
+    notify = msgspec.msgpack.encode(TensorsArrived(record.sink.sink, arrived, instruction.path.value))
+    return Masks(rows, notify, int(rows[:, 2].max(initial=0)))
 
 
-async def push(
-    move: Move, record: Record, session: Session, plans: Sequence[RegroupPlan], instruction: do.WriteTensors
-) -> Masks:
+async def push(move: Move, record: Record, session: Session, plans: Sequence[RegroupPlan], masks: Masks) -> bool:
     """Write what is staged as one batch into the sink's buffers. Raises :class:`RemoteAccessError`, before a byte is
-    written, where the sink has not granted what the plans need. Returns what :func:`mark_far` writes then."""
+    written, where the sink has not granted what the plans need. Returns whether its masks are written, too; else
+    :func:`mark_far` is to do that."""
     assert record.sink is not None
     assert move.staging is not None
     target = record.sink.target
@@ -180,12 +186,13 @@ async def push(
     region = move.staging.region(session.fabric.name)
     writes = writes_to(grants, plans, move.staging.offset)
     move.requests += sum(len(rows) for _, rows in writes)
-    masks: list[Masks] = []
-    await move.run(
-        (session.endpoint.write(Lane.BULK, region, token, rows) for token, rows in writes),
-        meanwhile=lambda: masks.append(masks_of(record, instruction)),
-    )
-    return masks[0]
+    endpoint = session.endpoint
+    if session.fabric.capabilities.several_grants:
+        then = record.sink.grant, masks.copied_from(move.staging.offset + move.nbytes)
+        await move.run([endpoint.write_parts(Lane.BULK, region, writes, then=then, notify=masks.notify)])
+        return True
+    await move.run(endpoint.write(Lane.BULK, region, token, rows) for token, rows in writes)
+    return False
 
 
 def writes_to(
@@ -237,8 +244,9 @@ async def mark_far(move: Move, record: Record, session: Session, masks: Masks) -
     """Every byte of a batch is in place: write its mask bytes, and tell the sink's daemon. On the urgent lane, since on
     the other one they would wait behind the next batch."""
     assert record.sink is not None
-    region, grant = record.lease.region(session.fabric.name), record.sink.grant
-    await move.run([session.endpoint.write(Lane.URGENT, region, grant, masks.rows, notify=masks.notify)])
+    assert move.staging is not None
+    region, rows = move.staging.region(session.fabric.name), masks.copied_from(move.staging.offset + move.nbytes)
+    await move.run([session.endpoint.write(Lane.URGENT, region, record.sink.grant, rows, notify=masks.notify)])
 
 
 def offer(move: Move, session: Session) -> bytes:

@@ -136,6 +136,7 @@ def _policy(book: Book, part: SourcePart, session: ev.SessionId, message: wire.O
         layers=part.layout.layers,
         lengths=part.lengths,
         token_bytes=part.layout.token_bytes,
+        heads=(part.head_start, part.layout.sequence_rows) if part.layout.mask_by == "head" else None,
     )
 
 
@@ -191,10 +192,12 @@ def on_retract(book: Book, event: ev.MessageReceived, now: float) -> None:
 def send_open(book: Book, part: SinkPart, session: ev.SessionId, node: NodeId, now: float) -> None:
     part.state = State.OPENING
     part.session, part.peer = session, node
+    # Who has no room for fetched entries can't ask for the rest, so that nobody else may choose a mode that needs it.
+    mode = part.mode or ("" if part.layout.landing_slots else "full")
     message = wire.Open(
         sink=part.transfer, request=part.request, handle=part.handle, rank=part.rank, ranks=part.ranks,
         head_start=part.head_start, spec=part.spec, layout=part.layout, lengths=list(part.lengths),
-        held=list(part.held), grant=b"", mode=part.mode, selector=part.selector, target=part.target,
+        held=list(part.held), grant=b"", mode=mode, selector=part.selector, target=part.target,
         deadline_s=max(0.0, part.deadline - now),
     )  # fmt: skip
     book.emit(do.SendOpen(part.transfer, session, message))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvd.errors import InvalidArgument
 from kvd.importance.budget import block_budget
+from kvd.importance.heads import Values
 from kvd.importance.matrix import ALWAYS_LAYERS, ImportanceMatrix
 from kvd.transfer.order import Policy
 from kvd_client.protocol import MODES
@@ -54,9 +55,18 @@ class Profiled:
 
 
 def choose_policy(
-    mode: str, settings: Selective, known: Profiled, *, layers: int, lengths: tuple[int, ...], token_bytes: int
+    mode: str,
+    settings: Selective,
+    known: Profiled,
+    *,
+    layers: int,
+    lengths: tuple[int, ...],
+    token_bytes: int,
+    heads: tuple[int, int] | None = None,
 ) -> Policy:
-    """The policy of a transfer that is about to begin; raises :class:`InvalidArgument` for an unknown mode.
+    """The policy of a transfer that is about to begin; raises :class:`InvalidArgument` for an unknown mode. ``heads``:
+    the first and the number of the model's KV heads that its rows are, in their order, sequence after sequence; None:
+    rows are sequences.
 
     Without a profile the order is that of addresses. ``fixed`` without both times falls back to ``deadline``, which
     needs none.
@@ -95,8 +105,16 @@ def choose_policy(
         share=share,
         adaptive=adaptive,
         importance=matrix.values if known.matrix is not None else None,
+        head_factors=_factors(matrix, heads) if mode != "partial" else None,
         rankable=mode != "partial",
     )
+
+
+def _factors(matrix: ImportanceMatrix, heads: tuple[int, int] | None) -> Values | None:
+    """(layers, KV heads, cells), where rows are heads that the profile tells apart."""
+    if heads is None or matrix.heads is None or sum(heads) > matrix.heads.heads:
+        return None
+    return matrix.heads.factors(*heads)
 
 
 def _classes(ranks: npt.NDArray[np.int64], budget: int, count: int) -> tuple[npt.NDArray[np.int16], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import itertools
 import math
 
@@ -45,6 +46,18 @@ class RateEstimate:
             self.begin(now)
 
 
+SHORT_QUEUE = 0.25
+"""Of the queue that is aimed at, what is left while fetches come."""
+
+
+class Fill(enum.Enum):
+    """What was full with a write: nothing, the short room or the whole one."""
+
+    NONE = enum.auto()
+    SHORT = enum.auto()
+    WHOLE = enum.auto()
+
+
 @dataclasses.dataclass(slots=True)
 class Room:
     """Bytes under way such that they wait about ``delay_s`` in the link's queues, whatever its rate (as LEDBAT does).
@@ -65,27 +78,39 @@ class Room:
     _recent: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=RECENT))
     _bytes: int = 0
     """Confirmed since the room was changed last."""
+    _in_row: int = 0
+    """Writes that filled the whole room, since the last one that filled the short one."""
+
+    @property
+    def short(self) -> int:
+        """Bytes under way while fetches come: a quarter of the queue, and all that the path itself holds. A quarter of
+        the whole would leave the link idle where the path is long."""
+        path = self._base_s if self.measured else 0.0
+        return int(self.nbytes * (path + SHORT_QUEUE * self.delay_s) / (path + self.delay_s))
 
     @property
     def measured(self) -> bool:
         """Whether anything is known of the path."""
         return self._base_s < math.inf
 
-    def completed(self, nbytes: int, took_s: float, *, full: bool) -> None:
-        """A write was confirmed ``took_s`` after its submission, with which the room was ``full``, or wasn't."""
+    def completed(self, nbytes: int, took_s: float, fill: Fill) -> None:
+        """A write was confirmed ``took_s`` after its submission; ``fill``: what was full with it then."""
         self._base_s = min(self._base_s, took_s)
         self._bytes += nbytes
-        if not full:
+        if fill is Fill.NONE:
             return  # nobody knows what more would have done
         self._recent.append(took_s)
+        self._in_row = self._in_row + 1 if fill is Fill.WHOLE else 0
         weight, self._bytes = min(1.0, self._bytes / self.nbytes), 0
         # A queue delays every write, a busy processor some of them: the least of a few tells the two apart. To grow,
         # what was sent before the last change must not count any more: the room would overshoot.
         newest = itertools.islice(reversed(self._recent), ROUND)
         if (off := self._off(min(self._recent))) < 0:
             change = SHRINKAGE * max(-1.0, off)
-        else:
+        elif self._in_row >= ROUND:
             change = GROWTH * max(0.0, self._off(min(newest)))
+        else:
+            change = 0.0  # a short room's queue tells that the link has become slow, not what more would have done
         self.nbytes = max(self.least, min(self.most, self.nbytes * (1.0 + weight * change)))
 
     def _off(self, took_s: float) -> float:

@@ -19,7 +19,7 @@ from kvd.transfer.queue import SendQueue
 from kvd_client.spec import PartLayout, TokenRange
 
 Mask = npt.NDArray[np.bool_]
-"""Shape (layers, tokens): what has been sent."""
+"""Shape (layers, tokens), or by head (layers, KV heads, tokens): what has been sent."""
 
 TURN = 1 << 16
 """Bytes of a turn of the link."""
@@ -35,39 +35,43 @@ def causal_sent(
     weight: float = WEIGHT,
     at_once: bool = False,
     token_bytes: int = 512,
+    heads: int = 0,
 ) -> Mask:
     """What has been sent of a prompt when prefill ends and the link has carried the share ``sent`` of its tokens.
 
     ``shares``, (layers, blocks), is what the prompt's last queries select of each layer; None: the order is the
-    profile's. ``at_once``: every token is ready from the beginning (a prefix hit), and only the rankings come layer by
-    layer.
+    profile's. With ``heads`` masks are by head, shares (layers, heads, blocks), and heads are told apart where the
+    profile does. ``at_once``: every token is ready from the beginning (a prefix hit), and only the rankings come layer
+    by layer.
     """
     if not 0 <= sent <= 1:
         raise InvalidArgument(f"the share that is sent is {sent}; it must be between 0 and 1", sent=sent)
-    layout = PartLayout(layers=layers, heads=1, entry_bytes=token_bytes, rows=1, capacity=length)
+    rows = heads or 1
+    layout = PartLayout(layers=layers, heads=1, entry_bytes=token_bytes // rows, rows=rows, capacity=length)
     policy = choose_policy(
         "profile",
         Selective(mode="profile", budget="deadline"),
         Profiled(matrix=profile),
         layers=layers,
-        lengths=(length,),
-        token_bytes=token_bytes,
+        lengths=(length,) * rows,
+        token_bytes=layout.token_bytes,
+        heads=(0, heads) if heads else None,
     )
-    queue = SendQueue(layout, (length,), policy)
-    found = np.zeros((layers, length), np.bool_)
-    whole = [TokenRange(0, 0, length)]
+    queue = SendQueue(layout, (length,) * rows, policy)
+    found = np.zeros((layers, rows, length), np.bool_)
+    whole = [TokenRange(row, 0, length) for row in range(rows)]
     if at_once:
         queue.add([(layer, piece) for layer in range(layers) for piece in whole])
-    carried, total = 0, round(sent * layers * length)
+    carried, total = 0, round(sent * found.size)
     for layer in range(layers):
         if not at_once:
             queue.add([(layer, piece) for piece in whole])
         if shares is not None:
-            queue.rank(layer, np.ascontiguousarray(shares[layer : layer + 1], np.float32), weight)
+            queue.rank(layer, np.ascontiguousarray(shares[layer].reshape(rows, -1), np.float32), weight)
         # Nothing is carried while the first layer is computed; then as much in each part.
         until = total * (layer + 1) // max(layers - 1, 1) if layer < layers - 1 else carried
         carried += _carry(queue, found, min(until, total) - carried)
-    return found
+    return found if heads else found[:, 0]
 
 
 def global_sent(values: Values, *, length: int, sent: float) -> Mask:
@@ -97,6 +101,6 @@ def _carry(queue: SendQueue, found: Mask, tokens: int) -> int:
             break
         for layer, ranges in taken:
             for piece in ranges:
-                found[layer, piece.start : piece.stop] = True
+                found[layer, piece.row, piece.start : piece.stop] = True
                 carried += piece.stop - piece.start
     return carried

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from kvd.transfer.rate import RateEstimate, Room
+from kvd.transfer.rate import Fill, RateEstimate, Room
 from kvd.types import TransferId
 
 MIN_WINDOW = 128 << 10
@@ -20,7 +20,12 @@ FIRST_WINDOW = 512 << 10
 MIN_CHUNK = 32 << 10
 """Of a turn on a link with a bound on delay."""
 PAUSE_S = 0.05
-"""Bulk work holds back for so long at most while fetches are served; then it goes on with a quarter of its room."""
+"""Bulk work holds back for so long at most while fetches are served; then it goes on with its short room."""
+SHORT_WINDOW = 64 << 10
+"""The least room while fetches come, for the same reason: two turns, so that the link need not wait for one."""
+AFTERMATH = 4
+"""Fetches come in rows, one for each layer: bulk keeps to its short room until it has carried so many whole ones since
+the last."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,10 +52,10 @@ class Link:
     """When the first of them began."""
     estimate: RateEstimate = dataclasses.field(default_factory=RateEstimate)
     room: Room | None = None
-    _behind_fetch: bool = False
-    """A fetch has been served, and bulk has not filled its room since."""
-    _sent: dict[int, tuple[float, bool]] = dataclasses.field(default_factory=dict)
-    """Of each write under way: when it went out, and whether the room was full with it."""
+    _aftermath: int = 0
+    """Bytes of bulk to be confirmed before fetches count as over."""
+    _sent: dict[int, tuple[float, Fill]] = dataclasses.field(default_factory=dict)
+    """Of each write under way: when it went out, and what was full with it."""
 
     def __post_init__(self) -> None:
         if self.delay_s:
@@ -78,24 +83,26 @@ class Link:
 
     @property
     def limit(self) -> int:
-        """Most bytes under way now. While a fetch is being served a quarter of what the room allows: enough to go on,
-        too little to be in the way."""
+        """Most bytes under way now. While fetches come no more than the short room: enough to go on, too little to be
+        in the way."""
         if self.room is None:
             return self.window
-        return max(self.room.least, int(self.room.nbytes) // 4 if self.urgent else int(self.room.nbytes))
+        return max(min(self.window, SHORT_WINDOW), self.room.short) if self._fetches_come else int(self.room.nbytes)
+
+    @property
+    def _fetches_come(self) -> bool:
+        return self.urgent > 0 or self._aftermath > 0
 
     @property
     def piece(self) -> int:
         """Bytes of the next turn: several turns fit below the limit, so that the link never waits for one. The very
         first one is small, since it measures the path: its own bytes take time, too, which would pass for the path's
-        where the link is slow. So is the first one behind a fetch: the next fetch may come at once."""
+        where the link is slow. So is the first one behind a fetch, which finds the path idle: the next fetch may come
+        at once, and a path that was slow to wake up the first time is measured again."""
         if self.room is None:
             return self.chunk
-        small = not self.in_flight and (self._behind_fetch or not self.room.measured)
-        return min(self.chunk, MIN_CHUNK) if small else self._share(self.limit)
-
-    def _share(self, limit: int) -> int:
-        return max(min(self.chunk, MIN_CHUNK), min(self.chunk, limit // 3))
+        small = not self.in_flight and (self._fetches_come or not self.room.measured)
+        return max(min(self.chunk, MIN_CHUNK), 0 if small else min(self.chunk, self.limit // 3))
 
     @property
     def open(self) -> bool:
@@ -118,7 +125,8 @@ class Link:
         if not self.urgent:
             self.urgent_since = now
         self.urgent += 1
-        self._behind_fetch = True
+        if self.room is not None:
+            self._aftermath = AFTERMATH * int(self.room.nbytes)
 
     def fetch_ended(self) -> None:
         self.urgent -= 1
@@ -140,11 +148,10 @@ class Link:
             self.estimate.begin(now)
         self.writes[write] = (nbytes, path)
         self.in_flight += nbytes
-        # The whole room, not the part of it that is left while fetches are served.
-        room = int(self.room.nbytes) if self.room is not None else self.window
-        full = self.in_flight + self._share(room) > room
-        self._behind_fetch &= not full
-        self._sent[write] = now, full
+        fill = Fill.NONE
+        if self.in_flight + self.piece > self.limit and not self.urgent:  # else answers are in its way
+            fill = Fill.SHORT if self._fetches_come else Fill.WHOLE
+        self._sent[write] = now, fill
 
     def began(self, write: int, now: float) -> None:
         """The bytes of a write, which had to be made first, go over from now on."""
@@ -160,7 +167,9 @@ class Link:
         if placed and path:
             self.estimate.completed(nbytes, now, busy=busy)
             if self.room is not None:
-                since, full = self._sent[write]
-                self.room.completed(nbytes, now - since, full=full)
+                since, fill = self._sent[write]
+                self.room.completed(nbytes, now - since, fill)
+            if not self.urgent:
+                self._aftermath = max(0, self._aftermath - nbytes)
         self._sent.pop(write, None)
         return nbytes, path

@@ -185,6 +185,12 @@ class Acceptor(Handshake):
         self.fabric = ""
         """What the two sides have agreed on; set as ``lane_key`` is."""
 
+    @property
+    def stray(self) -> bool:
+        """It is a lane of no session that is here: of one that was refused a moment ago, or a stranger's. The dialler
+        is told that its proof fails, as for a wrong key."""
+        return self._kind is Kind.LANE and self.lane_key is None
+
     def _check_version(self, version: int) -> None:
         compare_versions(version, WIRE_VERSION)
 

@@ -175,6 +175,11 @@ class Learnt(WireMessage, tag="learnt"):
     rates: bytes
     """uint8, layers * blocks: 255 * sqrt(rate / scale), where rate is the share of its chances in which an entry of the
     block was selected."""
+    cells: int = 0
+    """0 where heads are not told apart."""
+    head_scale: float = 0.0
+    head_rates: bytes = b""
+    """uint8, layers * kv_heads * cells: the same by KV head, in as many equal parts of the prompt."""
     version: int = LEARNT_VERSION
 
 

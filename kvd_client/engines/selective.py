@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,12 @@ from kvd_client.engines.local import LocalTransfer, shape_from
 from kvd_client.engines.transformers import LocalRun, Prefilled, PrefillTarget, run_prompts, spec_of
 from kvd_client.errors import InvalidArgument
 from kvd_client.selectors.base import Chunk, Index, Selector, Shape
+from kvd_client.spec import AUTO, KVSpec
+
+if TYPE_CHECKING:
+    from kvd_client.client import Client
+    from kvd_client.decode import DecodeTransfer
+    from kvd_client.prefill import PrefillTransfer
 
 __all__ = [
     "LocalTransfer",
@@ -42,6 +48,8 @@ __all__ = [
     "decode_selective_local",
     "entries_of",
     "landing_entries",
+    "open_sink",
+    "open_source",
     "prefill_selective",
     "prefix_of",
     "shape_of",
@@ -100,6 +108,53 @@ def landing_entries(model: Any, lengths: Sequence[int], share: float) -> int:
     return max([min(window, max(lengths)) if window else most for window in later], default=0)
 
 
+def open_source(
+    client: Client,
+    request: str,
+    model: Any,
+    lengths: Sequence[int],
+    selector: Selector,
+    *,
+    spec: KVSpec | None = None,
+    mask: str = AUTO,
+    **options: Any,
+) -> PrefillTransfer:
+    """Open a transfer for :func:`prefill_selective`: :meth:`kvd_client.Client.prefill` with the selector's metadata and
+    name, and masks by head where they can be. ``spec`` (default: :func:`~kvd_client.engines.transformers.spec_of`),
+    ``mask`` and further ``options`` are the client's. Raises as that does.
+    """
+    spec = spec_of(model) if spec is None else spec
+    metadata = selector.metadata(shape_from(spec, lengths))
+    return client.prefill(request, spec, lengths, metadata=metadata, selector=selector.name, mask=mask, **options)
+
+
+def open_sink(
+    client: Client,
+    request: str,
+    model: Any,
+    lengths: Sequence[int],
+    selector: Selector,
+    *,
+    share: float,
+    spec: KVSpec | None = None,
+    mask: str = AUTO,
+    **options: Any,
+) -> DecodeTransfer:
+    """Open a transfer for :func:`decode_selective`, with room for what ``share`` selects; otherwise as
+    :func:`open_source`, with the options of :meth:`kvd_client.Client.decode`, ``source`` and ``mode`` among them."""
+    spec = spec_of(model) if spec is None else spec
+    return client.decode(
+        request,
+        spec,
+        lengths,
+        metadata=selector.metadata(shape_from(spec, lengths)),
+        selector=selector.name,
+        landing_entries=landing_entries(model, lengths, share),
+        mask=mask,
+        **options,
+    )
+
+
 def prefill_selective(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -114,7 +169,7 @@ def prefill_selective(
 ) -> Prefilled:
     """As :func:`kvd_client.engines.transformers.prefill`, and summarize each layer's keys for ``selector``.
 
-    ``transfer`` must have been opened with ``selector.metadata(shape_of(model, lengths))``. ``prefix`` is the KV cache
+    ``transfer`` must have been opened as :func:`open_source` does. ``prefix`` is the KV cache
     of the prompts' first tokens, where the source has it from before: :data:`Prefix`, or a cache with
     ``layers[i].keys`` and ``.values``; with one row it is shared by all. It is handed over in all layers at once, and
     only the tokens behind it are computed.
@@ -230,12 +285,12 @@ def decode_selective(
 ) -> Iterator[SelectiveStep]:
     """Greedy decode over the entries that ``selector`` selects; yields each step as soon as its tokens are known.
 
-    ``transfer`` is one, or several whose rows make one decode batch; all opened with one client, with the metadata of
-    :func:`prefill_selective` and :func:`landing_entries`; a selector that looks ahead needs two landing slots, which is
-    the default. ``share`` of each row's tokens are selected in each layer (:func:`entries_of`), by some selectors at
-    most. ``mode``, as the transfers have it: ``full`` waits for whole layers, ``partial`` and
-    ``profile`` fetch first and then load what is local, ``parallel`` does both at once, and ``speculative`` also says
-    when each layer's attention begins. The selection is the same in all modes, and so are the tokens.
+    ``transfer`` is one, or several whose rows make one decode batch; all opened with one client, as :func:`open_sink`
+    does; a selector that looks ahead needs two landing slots, which is the default. ``share`` of each row's tokens are
+    selected in each layer (:func:`entries_of`), by some selectors at most. ``mode``, as the transfers have it: ``full``
+    waits for whole layers, ``partial`` and ``profile`` fetch first and then load what is local, ``parallel`` does both
+    at once, and ``speculative`` also says when each layer's attention begins. The selection is the same in all modes,
+    and so are the tokens.
 
     ``timeout_s`` bounds each single wait. ``on_select(layer, index)`` sees each KV index, as it was selected, all
     transfers' rows together where they are one. Otherwise as :func:`kvd_client.engines.transformers.decode`; new

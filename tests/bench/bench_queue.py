@@ -2,8 +2,9 @@
 
 One transfer of SmolLM2's shape as ``kvd demo --compare`` makes it: 30 layers, 2,000 tokens, 1,000 KV blocks, 95 % of
 them ready at once (a prefix hit), the others layer by layer with what the prompt's queries select, while the link takes
-a seventh of the cache in turns of 64 KiB; then the first token, and the rest. By token (one row) and by head (three),
-and a batch of 8 by head. Selections are whole pages of 16 tokens, as Quest's.
+a seventh of the cache in turns of 64 KiB; then the first token, and the rest. By token (one row) and by head (three,
+and eight), and a batch of 8 by head; by head with a profile that tells heads apart. Selections are whole pages of 16
+tokens, as Quest's.
 
 Prints microseconds of CPU time a layer, best of the rounds, the sum over what sorting the same number of float32 takes
 NumPy in the same run, and the longest call of each kind.
@@ -18,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from kvd.importance.heads import CELLS, HeadImportance
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.transfer.order import Policy
 from kvd.transfer.policy import Profiled, Selective, choose_policy
@@ -26,7 +28,12 @@ from kvd_client.spec import PartLayout, TokenRange
 
 LAYERS, TOKENS, BLOCKS, ENTRY, HEADS = 30, 2000, 1000, 512, 3
 PREFIX, SENT, TURN, PAGE = 0.95, 1 / 7, 64 << 10, 16
-CASES = {"by token": (1, HEADS), "by head": (HEADS, 1), "a batch of 8 by head": (8 * HEADS, 1)}
+CASES = {
+    "by token": (1, HEADS),
+    "by head": (HEADS, 1),
+    "eight heads by head": (8, 1),
+    "a batch of 8 by head": (8 * HEADS, 1),
+}
 """Rows of the layout, heads of each."""
 PHASES = ("prefix ready", "layer ready", "rank", "take", "first token", "take the rest")
 
@@ -60,9 +67,17 @@ class Clock:
 def policy_of(rows: int, heads: int) -> Policy:
     """As the daemon makes it of a recorded profile."""
     profile = np.stack([importance(1, layer)[0] for layer in range(LAYERS)])
-    known = Profiled(ImportanceMatrix(profile))
+    each = rows if rows == 8 else min(rows, HEADS)
+    split = np.random.default_rng(0).random((LAYERS, each, CELLS), np.float32)
+    known = Profiled(ImportanceMatrix(profile, HeadImportance(split)))
     return choose_policy(
-        "speculative", Selective(), known, layers=LAYERS, lengths=(TOKENS,) * rows, token_bytes=heads * ENTRY
+        "speculative",
+        Selective(),
+        known,
+        layers=LAYERS,
+        lengths=(TOKENS,) * rows,
+        token_bytes=heads * ENTRY,
+        heads=(0, each) if rows > 1 else None,
     )
 
 

@@ -3,19 +3,23 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import socket
 import struct
 
 import pytest
 
 from kvd.errors import FabricError, InvalidArgument
-from kvd.fabric import frames
+from kvd.fabric import frames, tcp_endpoint, tcp_receive
 from kvd.fabric.conformance import MIB, Side, failure, one, tcp_pair
 from kvd.fabric.frames import HEADER_BYTES, Kind, Protection
+from kvd.fabric.priority import PRIORITY
 from kvd.fabric.tcp import TcpFabric
-from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S, PRIORITY
+from kvd.fabric.tcp_endpoint import MIN_PIECE_BYTES, PIECE_S, TURN_S
+from kvd.fabric.tcp_receive import BURST_S, LaneIn
+from kvd.fabric.tcp_send import LaneOut
 from kvd.types import Lane
-from tests.conformance.tcp_peer import Bringup, Peer, against_peer, lost, settle
+from tests.conformance.tcp_peer import Bringup, Peer, against_peer, lost, settle, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -73,6 +77,62 @@ async def test_rate_covers_both_lanes_and_urgent_goes_first():
             bulk += await drained(peer, Lane.BULK)
         assert bulk <= piece + 2 * (HEADER_BYTES + frames.RUN_BYTES)
         assert piece >= MIN_PIECE_BYTES
+
+
+@pytest.mark.parametrize("kernel", [100e6, 400e6])
+async def test_urgent_goes_before_the_rest_of_what_the_kernel_takes_slowly(monkeypatch, kernel):
+    """Where handing over is as slow as the link, as with a shaper on this host: the event loop gets its turn between
+    slices of bulk, and what has become urgent meanwhile is next."""
+    loop, clock, sends = asyncio.get_running_loop(), [1000.0], []
+    send = LaneOut.send
+    async with against_peer() as (side, peer):
+        _, region = side.memory(MIB)
+
+        def slow_send(out):
+            n = send(out)
+            sends.append((out.lane, n))
+            clock[0] += n / kernel
+            if len(sends) == 2:
+                loop.call_soon(side.endpoint.write, Lane.URGENT, region, bytes(16), one(0, 0, 64 << 10))
+            return n
+
+        monkeypatch.setattr(LaneOut, "send", slow_send)
+        monkeypatch.setattr(tcp_endpoint, "monotonic", lambda: clock[0])
+        side.endpoint.write(Lane.BULK, region, bytes(16), one(0, 0, 64 << 10))
+        await settle()
+        side.endpoint.write(Lane.BULK, region, bytes(16), one(0, 0, MIB))
+        arrived = 0
+        while arrived < MIB:
+            await settle()
+            arrived += await drained(peer, Lane.BULK)
+        lanes = [lane for lane, _ in sends]
+        # The first, which tells the speed; the one on which it becomes urgent; at most one that was due already.
+        assert lanes.index(Lane.URGENT) in (2, 3)
+        assert max(n for lane, n in sends if lane is Lane.BULK) <= 1.5 * TURN_S * kernel + 1000
+
+
+async def test_the_event_loop_gets_its_turn_between_frames_that_take_long_to_receive(monkeypatch):
+    clock, taken = itertools.count(1000.0, 0.6 * BURST_S), []
+    receive = LaneIn.receive
+    async with against_peer() as (side, peer):
+        _, region = side.memory(MIB)
+        grant = side.fabric.grant(region, 0, MIB)
+
+        def counted(lane):
+            before = side.endpoint.counters.bytes_received
+            receive(lane)
+            taken.append(side.endpoint.counters.bytes_received - before)
+
+        monkeypatch.setattr(LaneIn, "receive", counted)
+        monkeypatch.setattr(tcp_receive, "monotonic", lambda: next(clock))
+        size, count = 20_000, 20
+        frames_sent = [
+            peer.frame(Lane.BULK, Kind.WRITE, [(0, size)], bytes(size), token=grant.token, op=op)
+            for op in range(1, count + 1)
+        ]
+        await peer.send(Lane.BULK, b"".join(frames_sent))
+        await until(lambda: sum(taken) == count * size)
+        assert max(taken) <= 3 * size
 
 
 async def drained(peer, lane):

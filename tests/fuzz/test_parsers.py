@@ -22,6 +22,7 @@ from kvd.fabric.seals import Checksum, Gmac, NoSeal
 from kvd.fabric.tcp import TcpFabric
 from kvd.fabric.tcp_receive import LaneIn
 from kvd.fabric.verbs import wire as verbs
+from kvd.layout.notation import from_toml, to_toml
 from kvd.profiling import files as profiles
 from kvd.transfer.engine import _NOTIFICATION
 from kvd.transfer.handle import parse_handle
@@ -70,6 +71,11 @@ def lane(data):
     frames.inside(runs, header.low, header.high)
 
 
+def layout(data):
+    made = from_toml(data.decode(errors="replace"))
+    assert from_toml(to_toml(made)) == made
+
+
 def notification(data):
     try:
         _NOTIFICATION.decode(data)
@@ -97,6 +103,7 @@ PARSERS = {
     "verbs frame": ("lane", lambda data: verbs.unpack_frame(memoryview(data))),
     "verbs token": ("lane", lambda data: verbs.unpack_token(data, b"k" * 16)),
     "profile": ("profile", profiles.decode),
+    "layout": ("layout", layout),
     "configuration": ("config", text(config.parse)),
     "address": ("address", text(split_address)),
     "size": ("address", text(parse_size)),

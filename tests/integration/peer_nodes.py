@@ -105,12 +105,17 @@ class Logged:
     """What was logged, and a way to wait for a line."""
 
     def __init__(self):
-        self.entries, self._more = [], asyncio.Event()
+        self.entries, self._methods, self._more = [], [], asyncio.Event()
 
     def __call__(self, logger, method, entry):
         self.entries.append(entry)
+        self._methods.append(method)
         self._more.set()
         raise structlog.DropEvent
+
+    def levels(self, event):
+        """Those of the lines of this event."""
+        return [method for entry, method in zip(self.entries, self._methods, strict=True) if entry["event"] == event]
 
     async def reason(self, event):
         """The reason in the first line of this event."""
@@ -120,6 +125,13 @@ class Logged:
                     return entry["reason"]
             self._more.clear()
             await self._more.wait()
+
+
+async def connected(node, peer):
+    """The node's live session with ``peer``, as soon as there is one, whoever dials it."""
+    while not (live := [session for session in node.peers.sessions() if session.node == peer]):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return live[0]
 
 
 async def pair(start, **config):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -92,6 +94,9 @@ def test_wrong_arguments_of_calls_are_refused(pair):
         lambda: source.layer_ready(0, 0, "2"),
         lambda: source.rank(0, "x"),
         lambda: source.rank(0, [[1.0]], weight="x"),
+        lambda: source.rank(0, [[1j]]),
+        lambda: pickle.dumps(source),
+        lambda: copy.copy(sink),
         lambda: source.wait_delivered("x"),
         lambda: sink.k(0, "nope"),
         lambda: sink.k(0, None),
@@ -133,6 +138,12 @@ def test_a_timeout_that_is_no_number_leaves_the_connection_usable(client, pair):
 def test_a_client_with_wrong_arguments_is_not_made(wrong):
     with pytest.raises(InvalidArgument):
         Client(**wrong)
+
+
+def test_a_client_is_for_its_process_alone(client):
+    for leave in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(InvalidArgument, match="let it make a Client of its own"):
+            leave(client)
 
 
 def test_no_reason_is_too_long_to_abort_with(client):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvd.api.server import ApiLimits
+from kvd.api.server import MOST_LOOKERS, ApiLimits
 from kvd_client import Client, KVSpec
 from kvd_client.errors import Busy, VersionMismatch
 from kvd_client.framing import encode
@@ -245,6 +245,22 @@ def test_requests_in_progress_are_limited(tmp_path):
         assert [(r.id, r.code) for r in (raw.reply(), raw.reply())] == [(13, "BUSY"), (14, "BUSY")]
         server.call(lambda: server.service.hold.set())
         assert sorted(raw.reply().id for _ in range(3)) == [10, 11, 12]
+
+
+def test_who_asks_what_is_wrong_is_told_though_all_places_are_taken(tmp_path):
+    limits = ApiLimits(clients=1)
+    with ServerThread(tmp_path / "s", limits=limits) as server, Raw(server.path), contextlib.ExitStack() as stack:
+        lookers = [stack.enter_context(Client(server.path, name="kvd status")) for _ in range(MOST_LOOKERS)]
+        for looker in lookers:
+            assert looker.status().node == "test"
+        with pytest.raises(Busy, match="status only"):
+            lookers[0].prefill("r", KVSpec(layers=1, kv_heads=1, entry_bytes=64, dtype="f", model="m"), [4])
+        refused = server.log.wait("request refused")
+        assert (refused["level"], refused["code"], refused["request"]) == ("warning", "BUSY", "r")
+        assert refused["pid"] == os.getpid()
+        with Client(server.path, name="kvd status") as another, pytest.raises(Busy, match="1 processes"):
+            another.status()
+        assert dict(server.server.failures) == {"BUSY": 1}
 
 
 def test_the_number_of_clients_is_limited(tmp_path):

@@ -116,6 +116,27 @@ def test_a_link_cut_for_longer_than_the_timeout(linked: Linked, how: str, mode: 
     all_is_well(linked)
 
 
+def test_a_path_that_drops_large_packets(linked: Linked) -> None:
+    """Heartbeats pass, bytes don't: both sides are told, and the reason says what to look at."""
+    with Both(linked, "mtu", tokens=LONG) as both:
+        both.bring_to("mid-way")
+        # One segment a packet: several at once are never too large for a pair of virtual devices.
+        linked.hosts[0].run("ip", "link", "set", linked.hosts[0].link, "gso_max_segs", "1")
+        linked.hosts[1].run("ip", "link", "set", linked.hosts[1].link, "mtu", "600")
+        try:
+            since = time.monotonic()
+            told = both.ends(since)
+            saw("large packets dropped", "full mid-way", **told)
+            assert {answer.code for answer in told.values()} == {"PEER_LOST"}
+            with linked.prefill.client("look") as client:
+                (peer,) = client.status().peers
+            assert "large packets" in peer.error
+        finally:
+            linked.hosts[1].run("ip", "link", "set", linked.hosts[1].link, "mtu", "1500")
+            linked.hosts[0].run("ip", "link", "set", linked.hosts[0].link, "gso_max_segs", "65535")
+    all_is_well(linked)
+
+
 @pytest.mark.parametrize("how", ["both ways", "from prefill"])
 def test_a_link_cut_for_a_moment_loses_nothing(linked: Linked, how: str) -> None:
     """Shorter than the time-out (unless this machine was too busy for that): every byte arrives."""

@@ -225,7 +225,7 @@ def test_a_ranking_through_the_daemon(daemons: tuple[DaemonProcess, DaemonProces
                 with pytest.raises(InvalidArgument, match="layer 6"):
                     prefill.rank(6, shares)
                 with pytest.raises(InvalidArgument, match=r"\(1, blocks\)"):
-                    prefill.rank(2, np.zeros((2, 8)))
+                    prefill.rank(2, np.zeros((3, 8)))
                 with pytest.raises(InvalidArgument, match="block 3"):
                     prefill.rank(2, 2 * shares)
                 with pytest.raises(InvalidArgument, match="weight"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from kvd.errors import (
     FingerprintMismatch,
 )
 from kvd.fabric.loopback import LoopbackFabric
+from kvd.fabric.priority import PRIORITY, go_first
 from kvd.fabric.tcp import TcpFabric
+from kvd.peers import bringup
 from kvd.types import Lane
 from kvd.wire.messages import Accepted, Announce, Delivered
 from tests.integration.peer_nodes import (
@@ -54,6 +57,19 @@ async def test_messages_and_memory_cross_both_ways(start, keys):
     assert (status.node, status.state, status.boot, status.fabric) == ("b", "connected", b.peers.boot, "tcp")
     assert status.bytes_sent == len(data)
     assert b.peers.statuses()[0].bytes_received == len(data)
+
+
+@both_loops
+async def test_requests_go_first_in_a_queue_that_sorts(start, monkeypatch):
+    """The control connection carries those of fetches: at either end it passes bulk that has been handed over."""
+    preferred = []
+    monkeypatch.setattr(bringup, "go_first", lambda sock: (go_first(sock), preferred.append(priority(sock))))
+    await pair(start, keys=[])
+    assert preferred == [PRIORITY, PRIORITY]
+
+
+def priority(sock):
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY)
 
 
 @both_loops

@@ -27,6 +27,8 @@ from tests.integration.peer_nodes import (
     Node,
     Puppet,
     both_loops,
+    connected,
+    free_port,
     lost,
     pair,
     sockets_open,
@@ -148,6 +150,58 @@ async def test_closing_ends_all_sessions_and_leaves_nothing_open(start):
         await b.peers.session("a")
     await a.close()
     assert sockets_open() == before
+
+
+@both_loops
+async def test_a_peer_that_is_back_is_connected_again_though_nobody_asks(start):
+    """Whoever dialled dials again; the other one waits for that."""
+    a, b, at_a, _ = await pair(start, redial_s=0.01)
+    listen = b.address
+    await b.close()
+    await lost(a, at_a, PeerLost)
+    (status,) = a.peers.statuses()
+    assert (status.node, status.state == "connected") == ("b", False)
+    assert status.error
+    again = await start("b", listen=listen, redial_s=0.01)
+    session = await asyncio.wait_for(connected(a, "b"), 20)
+    assert session.boot == again.peers.boot
+    (status,) = a.peers.statuses()
+    assert (status.state, status.error, status.down_s) == ("connected", "", 0.0)
+
+
+@both_loops
+async def test_a_second_daemon_with_a_peers_id_is_refused_and_told_of(start, logged):
+    """A cloned machine. On one host it is a restart, and the old run's sessions end."""
+    b = await start("b")
+    a = await start("a", peers={"b": b.address}, advertise="10.0.0.1:7440")
+    session = await a.peers.session("b")
+    clone = await start("a", peers={"b": b.address}, advertise="10.0.0.99:7440")
+    with pytest.raises(PeerUnreachable, match="two daemons go by the id a: one at 10"):
+        await clone.peers.session("b")
+    (status,) = b.peers.statuses()
+    assert (status.state, status.boot, session.error) == ("connected", a.peers.boot, None)
+    assert "one at 10.0.0.99:7440, refused" in status.trouble
+    restarted = await start("a", peers={"b": b.address}, advertise="10.0.0.1:7441")
+    await restarted.peers.session("b")
+    await lost(a, session, PeerLost)
+    assert b.peers.statuses()[0].boot == restarted.peers.boot
+    # The clone's lanes come behind its refusal, and are no matter of keys.
+    assert not [entry for entry in logged.entries if "AUTHENTICATION" in str(entry.get("reason", ""))]
+
+
+@both_loops
+async def test_attempts_that_nobody_asked_for_get_rarer_and_say_a_thing_once(start, logged):
+    address = f"127.0.0.1:{free_port()}"
+    a = await start("a", peers={"b": address}, listen="", redial_s=0.001)
+    with pytest.raises(PeerUnreachable):
+        await a.peers.session("b")
+    while not a.peers.statuses()[0].error.endswith("(6 attempts)"):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    lines = [line for line in logged.entries if line["event"] == "no session with peer"]
+    assert [line["attempts"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["reason"] for line in lines] == [lines[0]["reason"]] * 6
+    assert logged.levels("no session with peer") == ["warning"] + ["debug"] * 5
+    assert a.peers.statuses()[0].down_s > 0.001 * (2 + 4 + 8 + 16 + 32) * 0.75
 
 
 @both_loops

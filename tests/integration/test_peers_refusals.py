@@ -90,6 +90,26 @@ async def test_an_unreachable_peer_names_address_and_reason_and_shows_in_the_sta
 
 
 @both_loops
+async def test_link_local_addresses_keep_their_interface():
+    """fe80::1%eth0 means nothing without eth0, which uvloop's own functions lose."""
+    (found,) = await sockets.resolve("fe80::1%lo", 7440)
+    assert found[4] == ("fe80::1", 7440, 0, socket.if_nametoindex("lo"))
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        address = server.getsockname()
+        with await sockets.connect(socket.AF_INET6, (*address[:3], socket.if_nametoindex("lo"))) as connected:
+            assert connected.getpeername() == address
+    with pytest.raises(ConnectionRefusedError):
+        await sockets.connect(socket.AF_INET6, (*address[:3], socket.if_nametoindex("lo")))
+
+
+@both_loops
+async def test_a_name_that_leads_nowhere_says_where_it_led(start):
+    a = await start("a", peers={"b": f"localhost:{free_port()}"})
+    with pytest.raises(PeerUnreachable, match=r"at localhost:\d+: (\[::1\]|127\.0\.0\.1):\d+: connection refused"):
+        await a.peers.session("b")
+
+
+@both_loops
 async def test_a_peer_that_never_answers_the_handshake_is_unreachable(start):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = sockets.address_text(silent.getsockname())

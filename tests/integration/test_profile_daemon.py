@@ -317,6 +317,27 @@ def test_a_server_outlives_what_others_do_to_it(daemons: tuple[DaemonProcess, Da
         assert [said.get(), said.get()] == ["1 round of 1 MiB asked for", "done"]
 
 
+def test_who_breaks_a_measurement_off_between_two_rounds_can_measure_again_at_once(
+    daemons: tuple[DaemonProcess, DaemonProcess],
+) -> None:
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def leave(found: link.Round) -> None:
+        raise KeyboardInterrupt
+
+    with daemons[0].client("server") as mine, daemons[1].client("measurer") as other:
+        server = threading.Thread(
+            target=link.serve, args=(mine, "again"), kwargs={"measurements": 2, "say": said.put}, daemon=True
+        )
+        server.start()
+        with pytest.raises(KeyboardInterrupt):
+            link.measure(other, "prefill", "again", mib=1, rounds=3, wait_s=WAIT_S, on_round=leave)
+        # Well before the server's daemon gives up waiting for somebody to take the second round.
+        assert len(link.measure(other, "prefill", "again", mib=1, rounds=1, wait_s=20).rounds) == 1
+        server.join(WAIT_S)
+        assert [said.get() for _ in range(4)][-2:] == ["1 round of 1 MiB asked for", "done"]
+
+
 def test_measuring_says_who_is_missing(daemons: tuple[DaemonProcess, DaemonProcess]) -> None:
     with daemons[1].client() as client, pytest.raises(RendezvousTimeout) as caught:
         link.measure(client, "prefill", wait_s=0.2)

@@ -233,7 +233,7 @@ def test_selections_are_counted_alike_whatever_the_mask(clients: tuple[Client, C
 def test_two_ends_with_different_masks_refuse_each_other(clients: tuple[Client, Client]) -> None:
     source, sink = clients
     prefill = source.prefill("differ", SPEC, [10], mask="head")
-    says = "mask by head at the source and by token at the sink; open both ends"
+    says = "mask by head at the source and by token at the sink; open both ends with the same mask"
     with pytest.raises(UnsupportedLayout, match=says), sink.decode("differ", SPEC, [10], source="fast") as decode:
         decode.wait_ready(timeout_s=WAIT_S)
     with sink.decode("differ", SPEC, [10], source="fast", mask="head") as decode:  # the source goes on waiting
@@ -371,3 +371,27 @@ def test_any_thread_may_wait_for_its_own_fetch(clients: tuple[Client, Client]) -
         assert not any(thread.is_alive() for thread in threads)
         assert wrong == []
     prefill.release()
+
+
+@pytest.mark.parametrize("landing", [0, 4])
+def test_who_waits_for_everything_gets_it(clients: tuple[Client, Client], landing: int) -> None:
+    """Without a word of idle windows: waiting leaves the network unused. A sink that can't fetch is sent everything,
+    whatever mode others have chosen."""
+    source, sink = clients
+    lengths = [1200, 700]
+    with (
+        sink.decode("waits", SPEC, lengths, source="fast", landing_entries=landing) as decode,
+        source.prefill("waits", SPEC, lengths, mode="speculative" if landing else "profile") as prefill,
+    ):
+        for layer in range(SPEC.layers):
+            prefill.put_layer(layer, entries=layer_of(layer, lengths)[:, :1])
+        for layer in range(SPEC.layers):
+            prefill.put_layer(layer, entries=layer_of(layer, lengths)[:, 1:], start=1)
+        prefill.finish(wait=False)  # before most of it can have gone
+        decode.wait_ready(2, timeout_s=WAIT_S)
+        decode.wait_ready(timeout_s=WAIT_S)
+        (status,) = (one for one in sink.status().transfers if one.request == "waits")
+        assert status.mode == ("speculative" if landing else "full")
+        for layer in range(SPEC.layers):
+            for row, length in enumerate(lengths):
+                assert np.array_equal(decode.layer(layer)[row, :length], layer_of(layer, lengths)[row, :length])

@@ -16,10 +16,10 @@ from kvd_client.engines.selective import (  # noqa: E402
     LocalTransfer,
     decode_selective,
     decode_selective_local,
-    landing_entries,
+    open_sink,
+    open_source,
     prefill_selective,
     prefix_of,
-    shape_of,
 )
 from kvd_client.engines.transformers import spec_of  # noqa: E402
 from kvd_client.protocol import MODES  # noqa: E402
@@ -52,11 +52,8 @@ class Prefill(threading.Thread):
         try:
             model, lengths = self._how.pop("model"), [len(prompt) for prompt in self._prompts]
             mask = self._how.pop("mask", "token")
-            metadata = self._selector.metadata(shape_of(model, lengths))
             with self._daemon.client("prefill") as client:
-                transfer = client.prefill(
-                    self._request, spec_of(model), lengths, metadata=metadata, selector=self._selector.name, mask=mask
-                )
+                transfer = open_source(client, self._request, model, lengths, self._selector, mask=mask)
                 self._first = prefill_selective(model, self._prompts, transfer, self._selector, **self._how).tokens
                 transfer.finish(wait=False)
                 self._known.set()
@@ -81,17 +78,7 @@ class Prefill(threading.Thread):
 def sink_of(
     client: Any, request: str, model: Any, selector: Any, lengths: list[int], mode: str, mask: str = "token"
 ) -> Any:
-    return client.decode(
-        request,
-        spec_of(model),
-        lengths,
-        source="prefill",
-        metadata=selector.metadata(shape_of(model, lengths)),
-        mode=mode,
-        mask=mask,
-        selector=selector.name,
-        landing_entries=landing_entries(model, lengths, SHARE),
-    )
+    return open_sink(client, request, model, lengths, selector, share=SHARE, source="prefill", mode=mode, mask=mask)
 
 
 CASES = [
@@ -107,7 +94,7 @@ BY_HEAD = [("llama-gqa", "quest", "full"), ("gemma3", "hata", "parallel"), ("qwe
 
 @pytest.mark.parametrize(
     ("name", "selector", "mode", "mask"),
-    [*((*case, mode, "token") for case in CASES for mode in MODES), *((*case, "head") for case in BY_HEAD)],
+    [*((*case, mode, "token") for case in CASES for mode in MODES), *((*case, "auto") for case in BY_HEAD)],
 )
 def test_every_mode_equals_one_process(
     daemons: tuple[DaemonProcess, DaemonProcess], name: str, selector: str, mode: str, mask: str
@@ -121,6 +108,7 @@ def test_every_mode_equals_one_process(
         daemons[1].client("decode") as client,
         sink_of(client, request, model, algorithm, lengths, mode, mask) as transfer,
     ):
+        assert transfer.mask_by == ("head" if mask == "auto" and spec_of(model).kv_heads > 1 else "token")
         first = source.first()
         steps = list(
             decode_selective(

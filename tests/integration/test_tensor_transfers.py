@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvd.layout import ttnn
+from kvd.layout.notation import to_toml
 from kvd_client import Client, KVSpec, Placement, TokenRange
 from kvd_client.activations import receive_tensor, send_tensor
 from kvd_client.errors import (
@@ -69,14 +71,7 @@ def check(layer_of: Any, seed: int = 0, lengths: list[int] = LENGTHS) -> None:
 
 
 CASES = [case for case in json.loads((VECTORS / "index.json").read_text()) if case.get("banks")]
-WIDTH = """
-name = "width"
-order = "l kv || S h T D | F G r c"
-axes = { t = "T:* F:2 r:16", d = "S:* D:2 G:2 c:16" }
-codec = "bf16"
-padding = true
-placement = { kind = "digit", channels = 8, alignment = 64 }
-"""
+WIDTH = to_toml(ttnn.tensor({"h": 1, "t": 64, "d": 512}, memory="width", shard=(64, 64), tensors=("l", "kv")))
 
 
 def placed_as(case: dict[str, Any]) -> tuple[KVSpec, Placement, np.ndarray[Any, Any]]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.layout.descriptor import Placed, Placement
+from kvd.layout import ttnn as layouts
+from kvd.layout.descriptor import Placed
 from kvd.layout.execute import regroup
 from kvd.layout.notation import layout
 from kvd.layout.plan import plan_regroup
@@ -46,7 +47,7 @@ def values_of(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> An
 
 
 def placed(
-    shape: tuple[int, ...], codec: str, banks: int, alignment: int, tile: tuple[int, int] | None
+    shape: tuple[int, ...], codec: str, banks: int, alignment: int, tile: tuple[int, int] | None, transposed: bool
 ) -> tuple[Placed, Placed]:
     """The tensor as it is in C order, and on the banks: as tiles, or with a row as a page."""
     full = shape if len(shape) > 1 else (1, *shape)
@@ -54,14 +55,9 @@ def placed(
     held = dict(zip((*outer, "t", "d"), ((0, size) for size in full), strict=True))
     plain = codec if codec in ("bf16", "f32") else "f32"
     source = Placed(layout("plain", " ".join((*outer, "t", "d")), codec=plain), held)
-    place = Placement("round-robin", banks, alignment)
-    if tile is None:
-        order, axes = f"{' '.join((*outer, 't'))} | d", {}
-    else:
-        order = f"{' '.join((*outer, 'T', 'D'))} | F G r c"
-        rows = min(tile[0], 16)
-        axes = {"t": f"T:* F:{tile[0] // rows} r:{rows}", "d": f"D:* G:{tile[1] // 16} c:16"}
-    return source, Placed(layout("there", order, axes, codec=codec, placement=place, padding=True), held)
+    sizes = dict(zip((*outer, "t", "d"), full, strict=True))
+    there = layouts.tensor(sizes, codec=codec, tile=tile, transposed=transposed, channels=banks, alignment=alignment)
+    return source, Placed(there, held)
 
 
 def test_cases_that_nobody_chose(tmp_path: Path) -> None:
@@ -77,7 +73,8 @@ def test_cases_that_nobody_chose(tmp_path: Path) -> None:
             bits = values.view(np.uint32) & 0xFFFF0000
             # The library has one NaN in bf16, where a move would keep each as it was.
             values = np.where(np.isnan(values), np.uint32(0x7FC00000), bits).astype(np.uint32).view(np.float32)
-        source, target = placed(shape, codec, banks, alignment, tile)
+        transposed = tile is not None and tile[0] >= 16 and bool(rng.integers(2))
+        source, target = placed(shape, codec, banks, alignment, tile, transposed)
         memory = as_codec(values, "bf16" if codec == "bf16" else "f32").reshape(-1).view(np.uint8)
         plan = plan_regroup(source, target)
         staging = np.full(plan.staging_bytes, 0xDD, np.uint8)
@@ -91,7 +88,11 @@ def test_cases_that_nobody_chose(tmp_path: Path) -> None:
         read = np.empty(back.staging_bytes, np.uint8)
         regroup(back, channels, read)
         one = {"shape": np.array(shape), "dtype": codec, "layout": "row_major" if tile is None else "tile"}
-        asked.append(one | {"raw": raw, "given": values} | ({} if tile is None else {"tile": np.array(tile)}))
+        asked.append(
+            one
+            | {"raw": raw, "given": values}
+            | ({} if tile is None else {"tile": np.array(tile), "transposed": transposed})
+        )
         cases.append((f"case {number}: {shape} {codec} {kind} {tile} {banks} banks", read, memory))
     for tensor, (what, read, memory), answer in zip(asked, cases, ask(tmp_path, asked), strict=True):
         np.testing.assert_array_equal(tensor["raw"], answer["encoded"], what)

@@ -3,9 +3,10 @@
     python3.12 ttnn_judge.py ASKED.npz ANSWERS.npz
 
 For each ``shape_N``, ``dtype_N`` (bf16, f32, bfp8_b, bfp4_b) and ``layout_N`` (tile, row_major; ``tile_N``: rows and
-columns of other tiles than 32 x 32) it makes a host tensor, overwrites its bytes with ``raw_N`` and answers what the
-library reads, ``values_N``, f32; with ``given_N``, f32 values, it answers the library's own bytes of them,
-``encoded_N``. Only the extension module is loaded, not the package, which would want a device and much else.
+columns of other tiles than 32 x 32; ``transposed_N``: columns first) it makes a host tensor, overwrites its bytes with
+``raw_N`` and answers what the library reads, ``values_N``, f32; with ``given_N``, f32 values, it answers the library's
+own bytes of them, ``encoded_N``. Only the extension module is loaded, not the package,
+which would want a device and much else.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def answer(ttnn: Any, asked: Any) -> dict[str, Any]:
         dtype = getattr(ttnn.tensor.DataType, DTYPES[str(asked[f"dtype_{number}"])])
         layout = getattr(ttnn.tensor.Layout, str(asked[f"layout_{number}"]).upper())
 
-        tile = ttnn.tensor.Tile(asked[f"tile_{number}"].tolist()) if f"tile_{number}" in asked.files else None
+        tile = None
+        if f"tile_{number}" in asked.files:
+            tile = ttnn.tensor.Tile(asked[f"tile_{number}"].tolist(), bool(asked.get(f"transposed_{number}", False)))
 
         def made(values: Any, dtype: Any = dtype, layout: Any = layout, tile: Any = tile) -> Any:
             values = np.ascontiguousarray(values, np.float32)

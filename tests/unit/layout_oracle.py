@@ -53,12 +53,15 @@ class Oracle:
         self.tensors = math.prod(self.radix[name] for name in layout.tensors)
         page = math.prod(self.radix[name] for name in layout.inner) * item
         self.stride = math.ceil(page / layout.placement.alignment) * layout.placement.alignment
-        channels = layout.placement.channels
+        channels, self.turn = layout.placement.channels, 1
         if layout.placement.kind == "digit":
             self.each = self.pages // self.radix[layout.pages[0]]
         elif layout.placement.kind == "sharded":
             row = self.radix[layout.pages[-1]] if layout.pages else 1
             self.each = layout.placement.shard_pages or math.ceil(self.pages // row / channels) * row
+        elif layout.placement.kind == "round-robin":
+            self.turn = layout.placement.shard_pages or 1
+            self.each = math.ceil(math.ceil(self.pages / self.turn) / channels) * self.turn
         else:
             self.each = math.ceil(self.pages / channels)
 
@@ -80,7 +83,9 @@ class Oracle:
         tensor, page = self.number(layout.tensors, position), self.number(layout.pages, position)
         base = tensor * self.each * self.stride if self.placed.bases is None else int(self.placed.bases[tensor])
         if layout.placement.kind == "round-robin":
-            return page % layout.placement.channels, base + page // layout.placement.channels * self.stride
+            shard, within = divmod(page, self.turn)
+            slot = shard // layout.placement.channels * self.turn + within
+            return shard % layout.placement.channels, base + slot * self.stride
         if layout.placement.kind == "flat":
             return 0, base + page * self.stride
         return page // self.each, base + page % self.each * self.stride
@@ -179,7 +184,9 @@ def layouts(draw, axes: dict[str, int], item: int, channels: int = 12, padding: 
         pages=pages,
         inner=inner,
         codec=f"raw:{item}",
-        placement=Placement(kind, count, draw(st.sampled_from((1, 4, 32)))),
+        placement=Placement(
+            kind, count, draw(st.sampled_from((1, 4, 32))), draw(st.integers(0, 3)) if kind == "round-robin" else 0
+        ),
         table=table,
         padding=padded,
     )

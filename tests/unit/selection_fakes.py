@@ -49,6 +49,9 @@ class Doorbell:
     def state(self, slot: int) -> int:
         return 1
 
+    def ring(self, kind: int, layer: int, transfer: int, row: int, start: int, stop: int) -> bool:
+        return True
+
 
 class FakeConnection:
     """What :class:`kvd_client.connection.Connection` does for transfers. A wait that finds nothing ready makes

@@ -83,6 +83,7 @@ def test_wrong_usage_is_2(invoke, args: tuple[str, ...]) -> None:
     ("error", "code"),
     [
         (ConfigError("x"), 2),
+        (ConfigError("an address that may come", passing=True), 1),
         (InvalidArgument("x"), 2),
         (DaemonUnreachable("x"), 3),
         (AddressInUse("x"), 1),

@@ -111,6 +111,7 @@ def test_a_layout_of_ones_own(tmp_path: Path):
         (["--to-dtype", "f32"], 1, "same number format"),
         (["--from-tp", "3"], 2, "split evenly"),
         (["--to", "mla"], 1, "no axis h"),
+        (["--to", "tenstorrent-width", "--shard", "16777216"], 2, "places of padding on axis d, where 128 are held"),
     ],
 )
 def test_refusals_are_one_sentence(words, code, message):
@@ -205,6 +206,22 @@ def test_sizes_that_make_no_sense_are_named(option: str, value: str, words: str)
     code, _, err = run("show", *(word for pair in given.items() for word in pair))
     assert code == 2
     assert words in err
+
+
+def test_shards_that_take_turns_are_shown() -> None:
+    words = [
+        "--model",
+        "llama-3.1-8b",
+        "--tokens",
+        "64",
+        "--from",
+        "nhd",
+        "--to",
+        "tenstorrent-shards",
+        "--shard",
+        "32",
+    ]
+    assert "round-robin over 8 channels in shards of 32 pages\n" in run("show", *words)[1]
 
 
 def test_shards_are_as_wide_as_they_are_said_to_be() -> None:

@@ -15,7 +15,7 @@ from kvd.cli import status as status_module
 from kvd.cli.main import app
 from kvd.cli.output import printable
 from kvd.cli.status import bar, columns, duration, filled, render, to_json
-from kvd.errors import DaemonUnreachable
+from kvd.errors import DaemonLost, DaemonUnreachable
 from kvd_client.protocol import Status
 from kvd_client.statuses import MemoryStatus, PeerStatus, ProfileStatus, RecordingStatus, TransferStatus
 
@@ -211,6 +211,28 @@ def test_filled_lines_keep_every_item(items: list[str], width: int) -> None:
     assert all(len(line) <= width for line in lines)
 
 
+def test_what_failed_is_shown_by_code() -> None:
+    counters = {
+        "transfers_ended_source_OK": 9,
+        "transfers_ended_source_PEER_LOST": 2,
+        "transfers_ended_sink_PEER_LOST": 1,
+        "requests_failed_OUT_OF_MEMORY": 12,
+        "dials_failed": 3,
+        "connections_refused": 0,
+    }
+    lines = list(render(replace(STATUS, counters=counters)))
+    assert "  failed   PEER_LOST 3, requests OUT_OF_MEMORY 12, dials 3" in lines
+    assert not [line for line in render(STATUS) if line.startswith("  failed")]
+
+
+def test_a_peer_that_is_down_says_since_when_and_one_of_two_names_says_so() -> None:
+    down = replace(PEER, state="down", error="PEER_LOST: gone", down_s=185.0, trouble="two daemons go by the id b")
+    lines = list(render(replace(STATUS, peers=[down])))
+    at = next(number for number, line in enumerate(lines) if line.startswith("PEER"))
+    assert "down 3m05s" in lines[at + 1]
+    assert lines[at + 2 : at + 4] == ["  ! PEER_LOST: gone", "  ! two daemons go by the id b"]
+
+
 def test_columns_shorten_only_what_may_be_shortened() -> None:
     rows = [("REQUEST", "AGE"), ("a" * 50, "1.0s"), ("b", "10s")]
     assert columns(rows, right=(1,), give=(0,), width=20) == [
@@ -301,22 +323,34 @@ def test_which_socket_is_asked(client: type[FakeClient], monkeypatch: pytest.Mon
     assert client.asked == ["/file.sock", "/file.sock", "/environment.sock", "/option.sock"]
 
 
-def test_watching_asks_again_until_nobody_answers(client: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_goes_on_while_a_daemon_restarts(client: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
 
     def sleep(seconds: float) -> None:
         waited.append(seconds)
-        if len(waited) == 2:
-            monkeypatch.setattr(client, "status", unreachable)
+        if len(waited) == 4:
+            raise KeyboardInterrupt
 
+    def answer(self: FakeClient) -> Status:
+        if len(waited) in (1, 2):
+            raise (DaemonLost, DaemonUnreachable)[len(waited) - 1]("no daemon answers at /s")
+        return STATUS
+
+    monkeypatch.setattr(status_module.time, "sleep", sleep)
+    monkeypatch.setattr(client, "status", answer)
+    result = CliRunner().invoke(app, ["status", "--socket", "/s", "--watch", "0.5", "--json"])
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line.get("node", line.get("error")) for line in found] == ["a", "DAEMON_LOST", "DAEMON_UNREACHABLE", "a"]
+    assert client.asked == ["/s"], "one connection, so that the daemon's log has two lines and not two a second"
+    assert waited == [0.5] * 4
+
+
+def test_watching_ends_where_no_daemon_ever_answered(client: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(self: FakeClient) -> Status:
         raise DaemonUnreachable("no daemon answers at /s")
 
-    monkeypatch.setattr(status_module.time, "sleep", sleep)
-    result = CliRunner().invoke(app, ["status", "--socket", "/s", "--watch", "0.5", "--json"])
-    assert result.exit_code == 3
-    assert [json.loads(line)["node"] for line in result.stdout.splitlines()] == ["a", "a"]
-    assert waited == [0.5, 0.5]
+    monkeypatch.setattr(client, "status", unreachable)
+    assert CliRunner().invoke(app, ["status", "--socket", "/s", "--watch", "0.5"]).exit_code == 3
 
 
 def test_a_users_status_finds_the_system_daemon(

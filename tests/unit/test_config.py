@@ -62,7 +62,19 @@ def test_an_empty_file_is_a_configuration() -> None:
         ("[node]\nid = 3", "kvd.toml: $.node.id: expected str, got int"),
         ("node = 3", "kvd.toml: $.node: expected table, got int"),
         ("[peers.static]\nb = 7440", "kvd.toml: $.peers.static.b: expected str, got 7440"),
-        ("[peers.static]\nb.c = 'x:1'", "kvd.toml: $.peers.static.b: expected str, got a table"),
+        (
+            "[peers.static]\nb.c = 'x:1'",
+            'kvd.toml: $.peers.static.b: expected str, got a table; a name with a dot needs quotes, such as "b.c"',
+        ),
+        (
+            "[peers.static]\nkv.n1 = 'x:1'\nkv.n2 = 'x:2'",
+            'kvd.toml: $.peers.static.kv: expected str, got a table; a name with a dot needs quotes, such as "kv.n1"',
+        ),
+        (
+            "[npu.card-0.a]\nchannels = 3",
+            "kvd.toml: $.npu.card-0.a: no such key; known here: backing, channels, channel_bytes, alignment, path, "
+            'origin, noc; a name with a dot needs quotes, such as "card-0.a"',
+        ),
         ("[peers]\ntimeout_s = nan", "kvd.toml: $.peers.timeout_s: expected float > 0.0"),
         ("[peers]\ntimeout_s = inf", "kvd.toml: $.peers.timeout_s: expected float <= 86400.0"),
         ("[peers]\ntimeout_s = true", "kvd.toml: $.peers.timeout_s: expected float, got bool"),

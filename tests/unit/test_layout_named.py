@@ -29,6 +29,12 @@ SHAPES = {
     "gaudi": "l kv B N h d",
     "neuron": "l kv B N h d",
     "rebellions": "l kv B h N d",
+    "sglang": "l kv B N h d",
+    "sglang-page-first": "kv B N l h d",
+    "sglang-page-first-direct": "kv B l N h d",
+    "sglang-page-head": "kv B h N l d",
+    "lmcache": "B kv l N h d",
+    "vllm-rocm-v": "l kv B h d N",
 }
 VALUES = np.random.default_rng(1).integers(0, 2**16, (L, 2, H, T, D), np.uint16)
 
@@ -164,7 +170,8 @@ def test_ascend_fractals():
     out = np.full_like(wanted, 0xEEEE)
     assert send(source, target, values, out) == 1
     np.testing.assert_array_equal(out, wanted)
-    assert named.get("ascend-nz", codec="i8").digits("d")[1].radix == 32
+    # torch_npu: 32 bytes a row, but f32 has as many columns as f16
+    assert [named.get("ascend-nz", codec=codec).digits("d")[1].radix for codec in ("i8", "f16", "f32")] == [32, 16, 16]
 
 
 def test_ascend_310p():
@@ -193,6 +200,53 @@ def test_tpu_tiles_pack_rows_into_words(codec, dtype):
     out = np.zeros(tiles.shape, dtype)
     send(source, target, values, out)
     np.testing.assert_array_equal(out, tiles)
+
+
+def paged(target: str, codec: str, values, out, block: int) -> None:
+    """``values`` [l, kv, h, t, d] into a cache of two blocks, the second one first."""
+    sizes = dict(zip(("l", "kv", "h", "t", "d"), values.shape, strict=True))
+    held = {axis: (0, size) for axis, size in sizes.items()}
+    form = named.get(target, codec=codec, block=block)
+    theirs = Placed(form, held, {"B": 2}, np.array([1, 0], np.int64))
+    send(Placed(named.get("heads", codec=codec), held), theirs, values, out)
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("f32", np.uint32), ("bf16", np.uint16), ("f8_e4m3", np.uint8)])
+def test_ragged_paged_attention_packs_heads_into_words(codec, dtype):
+    values = np.random.default_rng(2).integers(1, 200, (2, 2, 4, 32, 64)).astype(dtype)
+    p = 4 // values.itemsize
+    # tokens, K and V of a head side by side, rows of 128: padding stays as it was
+    merged = np.zeros((2, 32, 8, 128), dtype)
+    merged[..., :64] = values.transpose(0, 3, 2, 1, 4).reshape(2, 32, 8, 64)
+    wanted = merged.reshape(2, 2, 16, 8 // p, p, 128).swapaxes(-1, -2)[:, ::-1]
+    out = np.zeros(wanted.shape, dtype)
+    paged("vllm-tpu", codec, values, out, 16)
+    np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("bf16", np.uint16), ("f8_e4m3", np.uint8)])
+def test_rocm_has_words_of_16_bytes(codec, dtype):
+    values = np.random.default_rng(2).integers(1, 200, (2, 1, 3, 64, 96)).astype(dtype)
+    x = 16 // values.itemsize
+    blocks = values.reshape(2, 1, 3, 2, 32, 96)[:, :, :, ::-1].transpose(0, 1, 3, 2, 4, 5)  # l kv B h N d
+    keys = np.ascontiguousarray(blocks.reshape(2, 1, 2, 3, 32, 96 // x, x).swapaxes(4, 5))
+    out = np.zeros_like(keys)
+    paged("vllm-rocm-k", codec, values, out, 32)
+    np.testing.assert_array_equal(out, keys)
+    shuffled = np.ascontiguousarray(blocks.reshape(2, 1, 2, 3, 32 // x, x, 96).swapaxes(5, 6))
+    out = np.zeros_like(shuffled)
+    paged("vllm-aiter-v", codec, values, out, 32)
+    np.testing.assert_array_equal(out, shuffled)
+
+
+def test_blocks_of_a_cache_take_turns():
+    held = {"l": (0, 1), "kv": (0, 2), "h": (0, 2), "t": (0, 160), "d": (0, 64)}
+    table = np.array([4, 0, 3, 2, 1], np.int64)
+    target = Placed(named.get("tenstorrent-shards", block=32, shard=4, channels=3), held, {"B": 5}, table)
+    channel, offset = target.locate(l=0, kv=1, h=np.array([[0], [1]]), t=np.arange(0, 160, 32), d=32)
+    # block 4 is the second one of bank 1; each tensor takes two blocks of 4 tiles of 2 KiB in each bank
+    assert channel.tolist() == [[1, 0, 0, 2, 1]] * 2
+    assert (offset // 2048).tolist() == [[8 + 4 + 1, 9, 13, 9, 9], [8 + 4 + 3, 11, 15, 11, 11]]
 
 
 def test_latents():
@@ -270,6 +324,13 @@ class TestRefusals:
             named.get("tenstorrent", block=16)
         with pytest.raises(InvalidArgument, match="multiple of 8"):
             named.get("tpu", block=12)
+        with pytest.raises(InvalidArgument, match="needs shard"):
+            named.get("tenstorrent-shards", block=32)
+        with pytest.raises(InvalidArgument, match="multiple of 8 tokens"):
+            named.get("vllm-aiter-v", block=12)
+        for name in ("vllm-tpu", "vllm-rocm-k", "vllm-aiter-v"):
+            with pytest.raises(InvalidArgument, match="1, 2 or 4 bytes, not raw:3"):
+                named.get(name, codec="raw:3")
         with pytest.raises(InvalidArgument, match="channels"):
             named.get("tenstorrent", block=32, channels=0)
 

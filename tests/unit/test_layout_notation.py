@@ -21,6 +21,7 @@ from kvd.layout.notation import (
     order_text,
     placed_from_wire,
     placed_to_wire,
+    to_toml,
     to_wire,
 )
 from tests.unit.layout_oracle import TOML, layouts, placements
@@ -43,9 +44,10 @@ def test_a_fingerprint_stays():
 
 
 @pytest.mark.parametrize("name", named.NAMED)
-def test_every_named_layout_goes_over_the_wire(name):
-    made = named.get(name, block=32)
+def test_every_named_layout_goes_over_the_wire_and_into_a_file(name):
+    made = named.get(name, block=32, shard=4)
     assert from_wire(msgpack.unpackb(msgpack.packb(to_wire(made)))) == made
+    assert from_toml(to_toml(made)) == made
 
 
 @settings(max_examples=50, deadline=None)

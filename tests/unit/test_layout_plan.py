@@ -251,6 +251,39 @@ def test_plans_are_bounded():
         Placed(layout("many", "t || d", codec="u8"), held)
 
 
+@pytest.mark.parametrize("kind", ["sharded", "round-robin"])
+@pytest.mark.parametrize("padding", [False, True])
+def test_shards_of_one_channel_may_have_room_behind_a_tensor(kind, padding):
+    held = {"l": (0, 3), "t": (0, 3), "d": (0, 4)}
+    shards = layout("shards", "l || t | d", codec="u8", placement=Placement(kind, 1, 8, shard_pages=5), padding=padding)
+    source, target = Placed(layout("plain", "l t d", codec="u8"), held), Placed(shards, held)
+    values = np.arange(36, dtype=np.uint8)
+    for plan in (plan_regroup(source, target), plan_regroup(source, target, {"l": (1, 3)})):
+        staging, out = np.empty(plan.staging_bytes, np.uint8), np.full(target.channel_bytes, 0xEE, np.uint8)
+        regroup(plan, [values], staging)
+        for start, _, to, length in plan.requests.tolist():
+            out[to : to + length] = staging[start : start + length]
+        assert len(out) == 3 * 5 * 8
+        first = 0 if plan.requests[0, 2] == 0 else 1
+        found = out.reshape(3, 5, 8)
+        np.testing.assert_array_equal(found[first:, :3, :4], values.reshape(3, 3, 4)[first:])
+        assert (found[:first] == 0xEE).all()
+        assert (found[first:, 3:] == 0xEE).all()
+
+
+@pytest.mark.parametrize("range_", [(0, 1), (3, 4)])
+def test_an_axis_of_one_may_be_unknown_to_the_other_side(range_):
+    held = {"t": (0, 3), "d": (0, 4)}
+    mine = Placed(layout("rows", "b t | d", codec="u8", padding=True), held | {"b": range_})
+    theirs = Placed(layout("columns", "d | t", codec="u8", padding=True), held)
+    values = np.arange(12, dtype=np.uint8)
+    for source, target, wanted in ((mine, theirs, values.reshape(3, 4).T), (theirs, mine, values.reshape(4, 3).T)):
+        plan = plan_regroup(source, target)
+        staging = np.empty(plan.staging_bytes, np.uint8)
+        regroup(plan, [values], staging)
+        np.testing.assert_array_equal(staging, wanted.reshape(-1))
+
+
 def test_sides_that_share_nothing_get_an_empty_plan():
     made = layout("plain", "t d", codec="u8")
     plan = plan_regroup(Placed(made, {"t": (0, 4), "d": (0, 2)}), Placed(made, {"t": (4, 8), "d": (0, 2)}))

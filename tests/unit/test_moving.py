@@ -1,4 +1,4 @@
-"""Regrouping beside a busy event loop: in turns where no processor is free for a thread, all of it in either case."""
+"""A batch of tensors: regrouped beside a busy event loop, written by its grants, its masks behind all of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,10 +16,13 @@ from kvd.fabric.base import Operation
 from kvd.layout.execute import regroup
 from kvd.memory.pool import Pool
 from kvd.tensors import Route, in_lease, on_device
+from kvd.transfer import instructions as do
 from kvd.transfer import moving
 from kvd.transfer.moving import Move
+from kvd.types import Lane, Path
+from kvd.wire.messages import LayerRanges, Notification, TensorsArrived
 from kvd_client.layouts import ChannelGrant, Placement
-from kvd_client.spec import PartLayout, TokenRange
+from kvd_client.spec import MASK_LOCAL, PartLayout, TokenRange
 
 LAYOUT = PartLayout(layers=2, heads=2, entry_bytes=256, rows=1, capacity=96)
 LAYERS = [(layer, (TokenRange(0, 0, 90),)) for layer in range(2)]
@@ -65,7 +69,7 @@ async def test_all_is_staged(record: Any, pool: Pool, monkeypatch: pytest.Monkey
             await asyncio.sleep(0)
 
     other = asyncio.create_task(others())
-    await moving.stage(pool, asyncio.Lock(), move, record, LAYERS)
+    await moving.stage(pool, move, record, LAYERS)
     await other
     assert move.staging is not None
     assert bytes(move.staging.memory[: move.nbytes]) == regrouped(record)
@@ -73,6 +77,25 @@ async def test_all_is_staged(record: Any, pool: Pool, monkeypatch: pytest.Monkey
     assert bool(threads) == (not few)
     # K and V of two layers, 90 tokens, 2 heads of 64 elements in bfloat16: 90 KiB in turns of 4 KiB and a bit
     assert turns >= (16 if few else 1)
+
+
+async def test_turns_end_between_plans_too(record: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small plans, as of a batch of many rows, are not regrouped at once because each of them would be."""
+    monkeypatch.setattr(moving, "few_processors", lambda: True)
+    (plan,) = record.route.plan(LAYERS)
+    record.route = SimpleNamespace(plan=lambda layers: [plan] * 5)
+    done: list[int] = []
+    monkeypatch.setattr(moving, "in_turns", lambda plan, *more: iter(done.append(plan.staging_bytes) or ()))
+    monkeypatch.setattr(moving, "TURN_BYTES", 2 * plan.staging_bytes)
+    move = Move()
+    staged = asyncio.create_task(moving.stage(pool, move, record, LAYERS))
+    seen = set()
+    while not staged.done():
+        await asyncio.sleep(0)
+        seen.add(len(done))
+    assert seen == {2, 4, 5}
+    assert move.nbytes == 5 * plan.staging_bytes
+    await moving.withdraw(move)
 
 
 async def test_a_move_that_is_cancelled_between_turns_stops(
@@ -88,7 +111,7 @@ async def test_a_move_that_is_cancelled_between_turns_stops(
         move.cancel()
 
     with pytest.raises(Aborted):
-        await asyncio.gather(moving.stage(pool, asyncio.Lock(), move, record, LAYERS), cancel())
+        await asyncio.gather(moving.stage(pool, move, record, LAYERS), cancel())
     assert move.staging is not None
     staged, whole = bytes(move.staging.memory), regrouped(record)
     assert staged[: len(whole)] != whole
@@ -107,7 +130,7 @@ async def test_block_formats_are_regrouped_in_a_thread(
     monkeypatch.setattr(moving, "few_processors", lambda: True)
     threads: list[Any] = []
     monkeypatch.setattr(moving.asyncio, "to_thread", recording(asyncio.to_thread, threads))
-    await moving.stage(pool, asyncio.Lock(), Move(), record, LAYERS)
+    await moving.stage(pool, Move(), record, LAYERS)
     assert threads
 
 
@@ -137,15 +160,16 @@ def test_requests_go_by_the_grants_that_they_lie_in(record: Any, monkeypatch: py
         assert sum(length for _, rows in found[0] for *_, length in rows) == sum(plan.staging_bytes for plan in plans)
 
 
-async def test_what_is_prepared_meanwhile_fails_after_what_has_been_started() -> None:
+async def test_what_has_been_started_ends_before_a_batch_fails() -> None:
     started = Started()
 
-    def meanwhile() -> None:
+    def operations() -> Iterator[Operation]:
+        yield started
         assert not started.cancelled
         raise ValueError("of no fabric")
 
     with pytest.raises(ValueError, match="of no fabric"):
-        await Move().run([started], meanwhile)
+        await Move().run(operations())
     assert started.cancelled
     assert started.done.done()
 
@@ -168,3 +192,71 @@ def recording(function: Any, calls: list[Any]) -> Any:
         return function(*arguments)
 
     return call
+
+
+class Wire:
+    """A session whose writes end when the test says so."""
+
+    def __init__(self, several_grants: bool) -> None:
+        self.fabric = SimpleNamespace(name="wire", capabilities=SimpleNamespace(several_grants=several_grants))
+        self.endpoint = self
+        self.calls: list[tuple[Any, ...]] = []
+        self.operations: list[Started] = []
+
+    def write(self, lane: Lane, region: Any, token: bytes, rows: Any, *, notify: bytes | None = None) -> Operation:
+        return self._started(lane, [(token, rows.tolist())], None, notify)
+
+    def write_parts(self, lane: Lane, region: Any, parts: Any, *, then: Any, notify: bytes) -> Operation:
+        return self._started(lane, [(token, rows.tolist()) for token, rows in parts], then, notify)
+
+    def _started(self, *call: Any) -> Operation:
+        self.calls.append(call)
+        self.operations.append(Started())
+        return self.operations[-1]
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["one operation", "an operation for each grant"])
+async def test_masks_follow_all_bytes_of_a_batch(record: Any, pool: Pool, several: bool) -> None:
+    grants = [ChannelGrant(channel, 0, 1 << 20, bytes([channel])) for channel in range(3)]
+    record.layout, record.lengths = LAYOUT, (90,)
+    record.sink = SimpleNamespace(target=SimpleNamespace(grants=grants), layout=LAYOUT, sink=7, grant=b"lease")
+    instruction = do.WriteTensors(3, 1, 5, Path.PROACTIVE, tuple(LAYERS), 1)
+    masks, move, wire = moving.masks_of(record, instruction), Move(), Wire(several)
+    plans = await moving.stage(pool, move, record, LAYERS, masks.nbytes)
+    staging = move.staging
+    assert staging is not None
+    assert bytes(staging.memory[: move.nbytes]) == regrouped(record)
+    session: Any = wire
+    move.staging = SimpleNamespace(offset=4096, region=lambda name: None)  # type: ignore[assignment]
+    pushed = asyncio.create_task(moving.push(move, record, session, plans, masks))
+    await asyncio.sleep(0)
+    assert {lane for lane, *_ in wire.calls} == {Lane.BULK}
+    parts = [part for _, each, *_ in wire.calls for part in each]
+    assert sorted(parts) == sorted((token, rows.tolist()) for token, rows in moving.writes_to(grants, plans, 4096))
+    told = msgspec.msgpack.decode(masks.notify, type=Notification)
+    assert told == TensorsArrived(7, [LayerRanges(layer, list(ranges)) for layer, ranges in LAYERS], "proactive")
+    if several:
+        ((_, _, then, notify),) = wire.calls
+    else:
+        assert len(wire.calls) == 3
+        assert {call[2:] for call in wire.calls} == {(None, None)}
+        for operation in wire.operations[:2]:
+            operation.done.set_result(None)
+            await asyncio.sleep(0)
+        assert not pushed.done()
+        wire.operations[2].done.set_result(None)
+        assert await pushed is False
+        marked = asyncio.create_task(moving.mark_far(move, record, session, masks))
+        await asyncio.sleep(0)
+        lane, ((token, rows),), _, notify = wire.calls[3]
+        then = token, np.array(rows)
+        assert lane is Lane.URGENT
+    assert notify == masks.notify
+    # Every byte from which a mask byte is copied says that its token is local.
+    assert then[0] == b"lease"
+    assert {row[1:] for row in map(tuple, then[1].tolist())} == {(LAYOUT.mask_offset(n), 90) for n in range(2)}
+    for at, _, length in (then[1] - (4096, 0, 0)).tolist():
+        assert bytes(staging.memory[at : at + length]) == bytes([MASK_LOCAL]) * length
+    wire.operations[-1].done.set_result(None)
+    assert await (pushed if several else marked) is (True if several else None)
+    staging.release()

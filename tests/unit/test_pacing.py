@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import InvalidArgument
-from kvd.fabric.pacing import Pacer
+from kvd.fabric.pacing import Pacer, Slice
 
 RATES = [100e6 / 8, 200e6 / 8, 1e9 / 8, 10e9 / 8]
 
@@ -67,3 +67,34 @@ def test_never_above_the_rate(rate, burst, steps):
 def test_senseless_limits(rate, burst):
     with pytest.raises(InvalidArgument):
         Pacer(rate, burst)
+
+
+# --- slices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("speed", "slice_bytes"), [(10e6, 64 << 10), (200e6, 200_000), (5e9, 2 << 20)])
+def test_a_slice_takes_its_time_within_its_bounds(speed, slice_bytes):
+    slices = Slice(64 << 10, 2 << 20, 0.001)
+    assert slices.nbytes == 2 << 20  # nothing is known
+    slices.took(1 << 20, (1 << 20) / speed)
+    assert slices.nbytes == pytest.approx(slice_bytes, rel=0.001)
+    for _ in range(20):  # however often it's asked: no feedback of the slice on itself
+        slices.took(slices.nbytes, slices.nbytes / speed)
+    assert slices.nbytes == pytest.approx(slice_bytes, rel=0.001)
+
+
+def test_slices_follow_a_path_that_changes():
+    slices = Slice(64 << 10, 2 << 20, 0.001)
+    for speed in (5e9, 100e6, 5e9):
+        for _ in range(30):
+            slices.took(slices.nbytes, slices.nbytes / speed)
+        assert slices.nbytes == pytest.approx(min(2 << 20, speed / 1000), rel=0.05)
+
+
+def test_neither_an_interruption_nor_a_few_bytes_make_slices_small():
+    slices = Slice(64 << 10, 2 << 20, 0.001)
+    slices.took(1 << 20, 1e-4)
+    slices.took(1 << 20, 0.02)  # the processor had something else to do
+    slices.took(100, 1.0)
+    assert slices.nbytes == 2 << 20
+    assert Slice(64 << 10, 1000, 0.001).nbytes == 1000

@@ -168,7 +168,7 @@ def extra(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[str, n
 
 
 def crowd(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-    tensors |= {f"importance.{at}": tensors["importance.1"] for at in range(2, 100)}
+    tensors |= {f"importance.{at}": tensors["importance.1"] for at in range(2, 200)}
 
 
 def negative_time(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> None:
@@ -213,7 +213,7 @@ def nested(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[str, 
 
 
 def newer(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-    metadata["version"], metadata["profile"] = "2", "in another language"
+    metadata["version"], metadata["profile"] = "3", "in another language"
 
 
 def no_version(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> None:
@@ -230,7 +230,7 @@ def no_version(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[s
         (narrow, "prefill.tokens", "I32"),
         (missing, "importance.1", "lacks the tensor"),
         (extra, "header", "importance.2"),
-        (crowd, "header", "104 tensors"),
+        (crowd, "header", "204 tensors"),
         (negative_time, "transfer", "-1.0 s"),
         (lone_time, "prefill.seconds", "shape (2,)"),
         (more_layers, "importance.0", "(5, 10)"),
@@ -241,7 +241,7 @@ def no_version(metadata: dict[str, str], fields: dict[str, Any], tensors: dict[s
         (unknown_field, "profile", "color"),
         (no_zone, "created", "time zone"),
         (nested, "profile", "metadata"),
-        (newer, "version", "format version 2"),
+        (newer, "version", "format version 3"),
         (no_version, "version", "'-1'"),
     ],
 )

@@ -20,6 +20,15 @@ from kvd_client.layouts import Placement
 from kvd_client.spec import PartLayout, TokenRange
 
 TILES = Placement(layout="tenstorrent")
+SHARDS = """
+name = "shards"
+order = "l kv || B h T D | F G r c"
+axes = { t = "B:* T:1 F:2 r:16", d = "D:* G:2 c:16" }
+codec = "bf16"
+padding = true
+table = "B"
+placement = { kind = "round-robin", channels = CHANNELS, alignment = 64, shard_pages = 3 }
+"""
 LAYOUT = PartLayout(layers=5, heads=2, entry_bytes=128, rows=2, capacity=80)
 LENGTHS = (80, 33)
 
@@ -132,10 +141,16 @@ def test_layers_of_which_the_same_goes_are_one_plan() -> None:
     assert sum(p.payload_bytes for p in route.plan([(1, whole), (2, part)])) == (80 + 32) * 2 * 128
 
 
-@given(channels=st.integers(1, 12), heads=st.integers(1, 3), dim=st.sampled_from([16, 40, 64]), lengths=st.data())
+@given(
+    channels=st.integers(1, 12),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from([16, 40, 64]),
+    shards=st.booleans(),
+    lengths=st.data(),
+)
 @settings(max_examples=40, deadline=None)
 def test_every_token_gets_to_its_tile_and_no_byte_elsewhere(
-    channels: int, heads: int, dim: int, lengths: st.DataObject
+    channels: int, heads: int, dim: int, shards: bool, lengths: st.DataObject
 ) -> None:
     """Against the addresses that the client computes by itself, from the digits."""
     from kvd.placing import tensor_map
@@ -148,7 +163,8 @@ def test_every_token_gets_to_its_tile_and_no_byte_elsewhere(
     blocks = count * each + 2
     order = np.random.default_rng(sum(of_rows)).permutation(blocks)[: count * each].reshape(count, each)
     lease = in_lease(layout, of_rows, 0, TILES)
-    tiles = on_device(layout, of_rows, 0, TILES, channels=channels, alignment=64, blocks=blocks, table=order)
+    form = Placement(layout=SHARDS.replace("CHANNELS", str(channels))) if shards else TILES
+    tiles = on_device(layout, of_rows, 0, form, channels=channels, alignment=64, blocks=blocks, table=order)
     geometry = tiles.rows[0].geometry
     memory = np.random.default_rng(3).integers(0, 256, layout.nbytes, dtype=np.uint8)
     banks = [np.full(geometry.channel_bytes, 0xEE, np.uint8) for _ in range(channels)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from kvd.errors import FabricError, InvalidArgument, KvdError, OutOfMemory, RemoteAccessError
 from kvd.layout.named import NAMED
+from kvd.transfer import delivery
 from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer.core import Settings
 from kvd.transfer.part import State
+from kvd.transfer.scheduler import Link
 from kvd.types import Path, Role
 from kvd.wire import messages as wire
 from kvd_client.layouts import Placement, Target
@@ -114,6 +117,29 @@ def test_layers_arrive_together() -> None:
     out = node(ev.TokensArrived(SESSION, wire.TensorsArrived(1, layers, "proactive")))
     assert only(out, do.CloseSession)
     assert node.part().bytes_done == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "turns"),
+    [
+        (0.0, [1 << 20] * 4),  # nothing is known of the link yet
+        (12.5e6, [1 << 20] * 4),
+        (125e6, [1 << 20, 2 << 20, 2_500_000, 2_500_000]),
+        (600e6, [2_400_000, 4_800_000, 9_600_000, 12_000_000]),
+        (1.25e9, [5_000_000, 10_000_000, 16 << 20, 16 << 20]),
+    ],
+)
+def test_batches_grow_with_what_is_ahead(rate: float, turns: list[int]) -> None:
+    """The first one is 4 ms of the link's time, and the others, with that before still on its way, grow up to 20 ms."""
+    part: Any = SimpleNamespace(queue=SimpleNamespace(unit="layer"), writes=set())
+    link = Link(window=64 << 20)
+    link.estimate.rate = rate
+    found = []
+    for write in range(4):
+        found.append(delivery._turn(part, link, Path.PROACTIVE))
+        link.submitted(write, found[-1], "proactive", 0.0)
+        part.writes.add(write)
+    assert found == turns
 
 
 def test_whole_is_one_batch_at_the_end() -> None:

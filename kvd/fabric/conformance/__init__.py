@@ -12,8 +12,8 @@ Subclass it in a test module and say how the fabric is made::
 ``make_fabric`` is called twice a test, once for each end. Where the fabric needs streams it gets TCP connections over
 127.0.0.1. Set ``loop_factory`` to run the tests on another event loop, and see :class:`Suite` for the sizes.
 
-The promises are tested by subject: :class:`Moves`, :class:`Accesses`, :class:`Stops` and :class:`Ends`, which
-:class:`FabricConformance` has all of, and :class:`FabricFaults`, the bytes that change on the way.
+The promises are tested by subject: :class:`Moves`, :class:`Parts`, :class:`Accesses`, :class:`Stops` and
+:class:`Ends`, which :class:`FabricConformance` has all of, and :class:`FabricFaults`, the bytes that change on the way.
 """
 
 from kvd.fabric.conformance.accesses import Accesses
@@ -33,6 +33,7 @@ from kvd.fabric.conformance.pairs import (
     one,
     tcp_pair,
 )
+from kvd.fabric.conformance.parts import Parts
 from kvd.fabric.conformance.stops import Stops
 from kvd.fabric.conformance.suite import LIMIT_S, Suite, on_pair, open_descriptors
 
@@ -48,6 +49,7 @@ __all__ = [
     "MemoryBringup",
     "Moves",
     "Pair",
+    "Parts",
     "Side",
     "Stops",
     "Suite",
@@ -61,5 +63,5 @@ __all__ = [
 ]
 
 
-class FabricConformance(Moves, Accesses, Stops, Ends):
+class FabricConformance(Moves, Parts, Accesses, Stops, Ends):
     """What the contract promises, test by test. A subclass has the fixture ``make_fabric``; see the package."""

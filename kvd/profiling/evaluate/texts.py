@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvd.errors import InvalidArgument
+from kvd.reading import read_text
 
 DOCUMENT = 24_000
 """Characters of a document: 4,096 tokens and the 64 behind them, in every domain."""
@@ -87,7 +88,7 @@ def built_in(cache: Path, told: Told) -> tuple[Domain, ...]:
 def own(name: str, path: Path) -> Domain:
     """A domain out of a text file. Raises :class:`InvalidArgument` where it can't be read or is empty."""
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = read_text(path).strip()
     except OSError as error:
         raise InvalidArgument(f"{path}: can't be read: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError as error:

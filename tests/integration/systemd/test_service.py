@@ -45,6 +45,34 @@ with Client(name="box") as client:
 print("equal", flush=True)
 """
 
+ASK_ANOTHER = """
+from kvd_client import Client
+from kvd_client.errors import DaemonLost
+
+# systemd lets a stopped process go on to die, and until it does it may answer.
+with Client(timeout_s=50) as client:
+    pid = {old}
+    while pid == {old}:
+        try:
+            pid = client.status().pid
+        except DaemonLost:
+            pass
+print(pid)
+"""
+
+SCRAPE = """
+import time, urllib.error, urllib.request
+
+while True:  # until it listens
+    try:
+        print(urllib.request.urlopen("http://127.0.0.1:9745/metrics", timeout=50).read().decode())
+        break
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ConnectionRefusedError):
+            raise
+        time.sleep(0.05)
+"""
+
 TAKE_PORT = """
 import socket, sys
 with socket.create_server(("127.0.0.1", 7440)):
@@ -118,6 +146,7 @@ def install(box: Box) -> None:
     for name, where in (
         ("kvd.service", "/etc/systemd/system/kvd.service"),
         ("kvd.socket", "/etc/systemd/system/kvd.socket"),
+        ("kvd-metrics.service", "/etc/systemd/system/kvd-metrics.service"),
         ("kvd.sysusers", "/etc/sysusers.d/kvd.conf"),
         ("kvd.tmpfiles", "/etc/tmpfiles.d/kvd.conf"),
         ("kvd.toml", "/etc/kvd/kvd.toml"),
@@ -152,9 +181,10 @@ def service(box: Box) -> Iterator[Service]:
 
 
 def test_systemd_understands_every_line(service: Service) -> None:
-    units = ("/etc/systemd/system/kvd.service", "/etc/systemd/system/kvd.socket")
+    units = [f"/etc/systemd/system/{name}" for name in ("kvd.service", "kvd.socket", "kvd-metrics.service")]
     said = service.box.out("systemd-analyze", "verify", "--man=no", *units)
     assert "kvd." not in said
+    assert "kvd-metrics" not in said
 
 
 def test_start_returns_when_the_daemon_is_ready_and_says_what_it_does(service: Service) -> None:
@@ -199,7 +229,7 @@ def test_a_hung_daemon_is_restarted_and_the_waiting_client_answered(service: Ser
     old = service.show()["MainPID"]
     service.box.run("kill", "-STOP", old, check=True, timeout=60)
     # More patient than `kvd status`: the watchdog, the abort and a new start come before the answer.
-    client = service.script("from kvd_client import Client; print(Client(timeout_s=50).status().pid)")
+    client = service.script(ASK_ANOTHER.format(old=old))
     answer = client.communicate(timeout=60)[0].strip()
     assert answer.isdigit(), answer
     assert answer != old
@@ -247,11 +277,37 @@ def test_a_taken_port_is_named_and_it_starts_once_the_port_is_free(service: Serv
     assert service.status()["listen"] == "127.0.0.1:7440"
 
 
+def test_an_address_that_comes_late_is_waited_for(service: Service) -> None:
+    """As at boot, where the network is up before it has all of its addresses."""
+    text = (UNITS / "kvd.toml").read_text()
+    text = text.replace('#listen = "127.0.0.1:7440"', 'listen = "127.0.9.9:7440"')
+    service.configure(text)
+    service.box.run("ip", "address", "del", "127.0.0.1/8", "dev", "lo", check=True, timeout=60)
+    try:
+        assert service.systemctl("start", "kvd", check=False).returncode != 0
+        assert "can't listen on 127.0.9.9:7440" in service.journal()
+    finally:
+        service.box.run("ip", "address", "add", "127.0.0.1/8", "dev", "lo", check=True, timeout=60)
+    assert service.status()["listen"] == "127.0.9.9:7440"
+
+
 def test_a_transfer_works_inside_the_sandbox_and_the_group_may_use_it(service: Service) -> None:
     service.systemctl("start", "kvd")
     with service.script(TRANSFER) as client:
         said, _ = client.communicate("\n", timeout=60)
     assert said == "open\nequal\n"
+
+
+def test_metrics_come_from_a_process_of_their_own(service: Service) -> None:
+    service.systemctl("start", "kvd", "kvd-metrics")
+    try:
+        with service.script(SCRAPE) as scraper:
+            said, _ = scraper.communicate(timeout=60)
+        assert "\nkvd_up 1\n" in said
+        assert 'node="' in said
+        assert service.show("kvd-metrics.service")["NRestarts"] == "0"
+    finally:
+        service.systemctl("stop", "kvd-metrics")
 
 
 def test_others_may_not_use_it(service: Service) -> None:

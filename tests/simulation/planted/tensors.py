@@ -14,6 +14,7 @@ from kvd.transfer.part import SourcePart
 from kvd.transfer.queue import SendQueue
 from kvd.wire import messages as wire
 from kvd_client.spec import TokenRange
+from tests.simulation.links import URGENT
 from tests.simulation.tensors import Batch
 
 
@@ -22,6 +23,15 @@ def tensors_masks_before_data(patch: pytest.MonkeyPatch) -> None:
         return [self.place_masks, lambda: self._place(0), lambda: self._place(1), self.notify]
 
     patch.setattr(Batch, "stages", stages)
+
+
+def tensors_masks_behind_what_is_urgent(patch: pytest.MonkeyPatch) -> None:
+    """Submitted with their bytes, and not behind them."""
+
+    def connection_of(self: Batch, stage: Callable[[], None]) -> int:
+        return URGENT if stage == self.place_masks else self.connection
+
+    patch.setattr(Batch, "connection_of", connection_of)
 
 
 def blocks_are_cut(patch: pytest.MonkeyPatch) -> None:
@@ -61,6 +71,7 @@ def batches_pile_up(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     tensors_masks_before_data: "mask says local, but bytes",
+    tensors_masks_behind_what_is_urgent: "mask says local, but bytes",
     blocks_are_cut: "no whole blocks",
     a_part_of_the_whole: "sends a part of the whole",
     a_read_that_nobody_hears_of: "nothing disturbed|there are still",
