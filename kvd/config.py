@@ -225,6 +225,8 @@ def parse(text: str, *, name: str = "kvd.toml") -> Config:
     except msgspec.ValidationError as error:
         what, _, where = str(error).rpartition(" - at ")
         key = where.strip("`")
+        if key.startswith("$.npu[...]"):  # of several devices, which
+            key = f"$.npu.{_first_wrong(tree['npu'])}{key.removeprefix('$.npu[...]')}"
         what = what.replace("`", "").replace("object", "table").replace("got dict", "got table")
         raise ConfigError(f"{name}: {key}: {what[0].lower()}{what[1:]}", file=name, key=key) from None
 
@@ -346,6 +348,15 @@ def _walk(struct: type[msgspec.Struct], tree: Any, path: str, name: str) -> None
                 )
         if wrong is not None:
             raise ConfigError(f"{name}: {here}: {wrong}", file=name, key=here)
+
+
+def _first_wrong(devices: dict[str, Any]) -> str:
+    for name, table in devices.items():
+        try:
+            msgspec.convert(table, Npu, dec_hook=_from_text)
+        except msgspec.ValidationError:
+            return name
+    return "[...]"
 
 
 def _dotted(name: str, value: Any) -> str:

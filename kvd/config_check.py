@@ -7,9 +7,10 @@ daemon from starting; warnings don't.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from kvd.addresses import is_loopback, is_wildcard, split_address
@@ -274,6 +275,9 @@ def _npu(config: Config, host: Host) -> Iterator[Problem]:
         if npu.backing == "tenstorrent":
             yield from _card(f"npu.{name}", npu)
         if npu.backing == "host":
+            unused = [key for key in ("path", "origin", "noc") if getattr(npu, key)]
+            if unused:
+                yield _warning(f"npu.{name}.{unused[0]}", 'does nothing with backing = "host"')
             lent += npu.channels * int(npu.channel_bytes)
             if lent > host.memory:
                 yield _error(
@@ -281,6 +285,24 @@ def _npu(config: Config, host: Host) -> Iterator[Problem]:
                     f"{npu.channels} channels and memory.pool are together more than the {about(host.memory)} that "
                     "this host (or control group) has; take smaller ones",
                 )
+
+    yield from _overlaps(config.npu)
+
+
+def _overlaps(npus: Mapping[str, Npu]) -> Iterator[Problem]:
+    """Two devices that would give out the same bytes of a card."""
+    cards = [(name, npu) for name, npu in npus.items() if npu.backing == "tenstorrent" and npu.path]
+    for (one, first), (other, second) in itertools.combinations(cards, 2):
+        shared = sorted({*first.noc} & {*second.noc})
+        apart = (
+            first.origin + first.channel_bytes <= second.origin or second.origin + second.channel_bytes <= first.origin
+        )
+        if shared and not apart and os.path.realpath(first.path) == os.path.realpath(second.path):
+            yield _error(
+                f"npu.{other}.origin",
+                f"tile {shared[0]} of {second.path} is managed by {one} already, from {int(first.origin)} to "
+                f"{first.origin + first.channel_bytes}; two devices would give out the same bytes",
+            )
 
 
 def _card(key: str, npu: Npu) -> Iterator[Problem]:

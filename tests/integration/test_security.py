@@ -259,6 +259,16 @@ def test_keys_rotate_without_a_stop(tmp_path: Path) -> None:
             two.key_files[0].write_text(text)
             reload(two.prefill, "keys not reloaded")
             move(two, f"with {text}")
+            assert [reason for reason in reasons(two.prefill) if reason.startswith("keys not reloaded")]
+        two.key_files[0].write_text(new)
+        reload(two.prefill)
+        assert not [reason for reason in reasons(two.prefill) if "keys" in reason]
+
+
+def reasons(daemon: DaemonProcess) -> list[str]:
+    """Why it is degraded."""
+    with daemon.client() as client:
+        return client.status().reasons
 
 
 def reload(daemon: DaemonProcess, said: str = "keys reloaded") -> None:
@@ -294,6 +304,8 @@ def test_no_key_is_ever_shown(tmp_path: Path) -> None:
             for command in (["status", "--json", "--socket", daemon.socket], ["config", "show", "--config", config]):
                 shown.append(runner.invoke(app, command).output)
             shown.append(runner.invoke(app, ["config", "check", "--config", config]).output)
+            shown.append(runner.invoke(app, ["doctor", "--config", config]).output)
+            shown.append(runner.invoke(app, ["metrics", "--socket", daemon.socket]).output)
             shown.append(daemon.log.read_text())
         assert all(text for text in shown)
         seen = "\n".join(shown).encode() + two.proxy.everything()

@@ -117,3 +117,40 @@ def test_doctor_misses_only_a_card_that_is_configured(tmp_path: Path) -> None:
     lines = CliRunner().invoke(app, ["doctor", "--config", str(file)]).stdout.splitlines()
     at = lines.index("FIX  no Tenstorrent card: there is no /dev/tenstorrent/*")
     assert lines[at + 1].startswith("     -> load the driver (modprobe tenstorrent")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[npu.a]\nchannels = 2\n[npu.b]\nchannels = 0", "$.npu.b.channels: expected int >= 1"),
+        ("npu.a.channels = 1\nnpu.b = 3", "$.npu.b: expected table, got int"),
+    ],
+)
+def test_of_several_devices_the_wrong_one_is_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert said in caught.value.message
+
+
+ONE_BANK = 'backing = "tenstorrent"\npath = "/dev/tenstorrent/0"\nchannels = 1\nchannel_bytes = "1MiB"\n'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wrong"),
+    [
+        ('noc = ["17-14"]', 'noc = ["17-14"]', True),
+        ('noc = ["17-14"]', 'noc = ["17-14"]\norigin = "512KiB"', True),
+        ('noc = ["17-14"]', 'noc = ["17-14"]\norigin = "1MiB"', False),
+        ('noc = ["17-14"]', 'noc = ["17-15"]', False),
+    ],
+)
+def test_two_devices_never_give_out_the_same_bytes_of_a_card(first: str, second: str, wrong: bool) -> None:
+    found = problems(f"[npu.a]\n{ONE_BANK}{first}\n[npu.b]\n{ONE_BANK}{second}\n")
+    said = [problem for problem in found if "is managed by a already" in problem]
+    assert (len(said) == 1, [problem for problem in found if problem not in said]) == (wrong, [])
+
+
+def test_what_only_a_card_has_does_nothing_for_host_memory() -> None:
+    assert problems('[npu.x]\nchannel_bytes = "1MiB"\nnoc = ["17-14"]\n') == [
+        '$.npu.x.noc: does nothing with backing = "host"'
+    ]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvd.config import parse, resolve
-from kvd.daemon import Daemon
+from kvd.daemon import Daemon, _save
 from kvd.errors import PeerLost
 from kvd.importance.matrix import ImportanceMatrix
 from kvd.learnt_exchange import LearntExchange
@@ -66,4 +66,16 @@ async def test_a_session_that_ends_meanwhile_does_not_end_the_telling(tmp_path: 
         heard.clear()
     assert len(told) == 2
     telling.cancel()
+    one._pool.close()
+
+
+async def test_a_full_disk_shows_in_the_status_until_it_is_written(tmp_path: Path) -> None:
+    one = daemon(tmp_path, True)
+    (tmp_path / "file").write_text("no folder")
+    one._troubles["learnt"] = _save([(tmp_path / "file/state", b"x"), (tmp_path / "good", b"y")])
+    assert (tmp_path / "good").read_bytes() == b"y"
+    (reason,) = one.status().reasons
+    assert reason.startswith("what was learnt is not saved and would not outlive a restart: ")
+    one._troubles["learnt"] = _save([(tmp_path / "good", b"z")])
+    assert (one.status().reasons, one.status().health) == ([], "ok")
     one._pool.close()
