@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvd_client.arguments import deadline_of
@@ -34,7 +34,7 @@ class Selectable(Protocol):
 
 
 def select_many(
-    requests: Sequence[tuple[Selectable, int, Index, int]], *, parallel: bool = True, timeout_s: float | None = None
+    requests: Iterable[tuple[Selectable, int, Index, int]], *, parallel: bool = True, timeout_s: float | None = None
 ) -> Iterator[tuple[int, Pending]]:
     """One select for a whole decode batch, whose requests may come from different sources.
 
@@ -48,6 +48,7 @@ def select_many(
     nothing sent. Iterating raises :class:`DeadlineExceeded` ``timeout_s`` seconds after the call, with the fetches
     going on.
     """
+    requests = list(requests)
     places = {(id(transfer), slot) for transfer, _, _, slot in requests}
     if len(places) != len(requests):
         raise InvalidArgument("two selections of one call name the same transfer and slot; give each a slot of its own")

@@ -135,7 +135,7 @@ class ClientSession:
     def leaving(self) -> bool:
         """The process has gone, whether or not that has been noticed, and ``client_lost`` will follow."""
         if self.closed:
-            return True
+            return self.welcomed
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
         return bool(poll.poll(0))
