@@ -149,7 +149,7 @@ class _Compare(Stage[Comparison]):
                 made = median_run(found)
                 selection.runs.append(made)
                 same = "" if made.tokens == selection.local_tokens else "; other tokens than one process"
-                say(f"{setting.name}, {100 * selection.share:g} % selected: TTST {seconds(made.ttst_s)}{same}")
+                say(f"{made.setting.name}, {100 * selection.share:g} % selected: TTST {seconds(made.ttst_s)}{same}")
         if options.plot is not None:
             picture.plot(comparison, options.plot)
         return comparison
