@@ -1,19 +1,20 @@
-"""What the vLLM connector costs: ``python -m tests.engines.bench_vllm [--copies] [--nixl]``.
+"""What the vLLM connector costs: ``python -m tests.engines.bench_vllm [--copies]``.
 
 ``--copies``: blocks between vLLM's cache and a lease, against a memcpy of the same bytes; needs torch only. Otherwise,
 with vLLM (see :mod:`tests.engines.vllms`): prefill in one engine and decode in another on this machine, against decode
-computing the prompt itself, and with ``--nixl`` against vLLM's own NIXL connector where that is installed.
+computing the prompt itself; ``--connector nixl`` has vLLM's own in kvd's place, where NIXL is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class Pair:
 
     def reset(self) -> None:
         for engine in (self.prefill, self.decode):
-            engine.do("reset")
+            engine.do("run")
+            assert engine.do("reset")
 
     def alone(self, tokens: list[int], new: int) -> Any:
         self.reset()
@@ -83,7 +85,7 @@ class Pair:
         """As routers do: decode is asked with prefill's answer. Also the seconds that prefill took."""
         self.reset()
         begun = time.monotonic()
-        params = self.prefill.one(tokens, 1, PREFILL)["params"]
+        params = self.prefill.one(tokens, 1, PREFILL, free=False)["params"]
         between = time.monotonic() - begun
         return self.decode.one(tokens, new, params), between
 
@@ -103,35 +105,30 @@ def line(what: str, first: list[float], second: list[float]) -> None:
     print(f"{what:>58}  {statistics.median(first):6.3f} s  {statistics.median(second):6.3f} s")
 
 
-def engines(folder: Path, length: int, runs: int, nixl: bool) -> None:
+def engines(folder: Path, connectors: Sequence[str], length: int, runs: int) -> None:
     model = make_model(folder / "llama")
-    given: dict[str, Any] = {
-        "block_size": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 512,
-    }  # fmt: skip
-    with two_daemons(folder) as (a, b):
-        pair = Pair(
-            Engine(folder, "prefill", model, **given, kv_transfer_config=connector("kv_producer", a.socket)),
-            Engine(folder, "decode", model, **given, kv_transfer_config=connector("kv_consumer", b.socket)),
-        )
-        try:
-            measure(pair, "kvd", length, runs, at_once=True)
-        finally:
-            pair.prefill.destroy()
-            pair.decode.destroy()
-    if nixl:
-        pair = Pair(*(nixl_engine(folder, name, model, given) for name in ("prefill", "decode")))
-        try:
-            measure(pair, "NIXL", length, runs, at_once=False)
-        finally:
-            pair.prefill.destroy()
-            pair.decode.destroy()
+    given: dict[str, Any] = {"block_size": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 512}
+    for name in connectors:
+        with contextlib.ExitStack() as stack:
+            if name == "kvd":
+                a, b = stack.enter_context(two_daemons(folder))
+                configs = connector("kv_producer", a.socket), connector("kv_consumer", b.socket)
+                made = [
+                    Engine(folder, f"kvd-{role}", model, **given, kv_transfer_config=config)
+                    for role, config in zip(("prefill", "decode"), configs, strict=True)
+                ]
+            else:
+                made = [nixl_engine(folder, f"nixl-{role}", model, given) for role in ("prefill", "decode")]
+            for engine in made:
+                stack.callback(engine.destroy)
+            measure(Pair(*made), name, length, runs, at_once=name == "kvd")
 
 
 def nixl_engine(folder: Path, name: str, model: Path, given: dict[str, Any]) -> Engine:
     config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
               "kv_load_failure_policy": "fail"}  # fmt: skip
     environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    return Engine(folder, f"nixl-{name}", model, environment, **given, kv_transfer_config=config)
+    return Engine(folder, name, model, environment, **given, kv_transfer_config=config)
 
 
 def measure(pair: Pair, name: str, length: int, runs: int, *, at_once: bool) -> None:
@@ -165,7 +162,7 @@ def measure(pair: Pair, name: str, length: int, runs: int, *, at_once: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--copies", action="store_true")
-    parser.add_argument("--nixl", action="store_true")
+    parser.add_argument("--connector", choices=("kvd", "nixl"), action="append")
     parser.add_argument("--length", type=int, default=1900)
     parser.add_argument("--runs", type=int, default=7)
     options = parser.parse_args()
@@ -173,7 +170,7 @@ def main() -> None:
         copies()
         return
     with tempfile.TemporaryDirectory() as folder:
-        engines(Path(folder), options.length, options.runs, options.nixl)
+        engines(Path(folder), options.connector or ["kvd"], options.length, options.runs)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,13 @@ class Engine:
         assert answer["ok"], f"{answer['value']}\n{self.log.read_text()[-4000:]}"
         return answer["value"]
 
-    def one(self, prompt: list[int], tokens: int, params: dict[str, Any] | None = None, name: str = "") -> Any:
-        """Run a single request to its end."""
+    def one(
+        self, prompt: list[int], tokens: int, params: dict[str, Any] | None = None, name: str = "", free: bool = True
+    ) -> Any:
+        """Run a single request to its end; see :meth:`tests.engines.worker.Worker.run`."""
         name = name or f"request-{time.monotonic_ns()}"
         self.do("add", request=name, prompt=prompt, tokens=tokens, params=params)
-        return self.do("run")[name]
+        return self.do("run", free=free)[name]
 
     def destroy(self) -> None:
         self.process.kill()

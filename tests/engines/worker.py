@@ -57,10 +57,10 @@ class Worker:
                 seen["finish"] = one.finish_reason
         return self._seen
 
-    def run(self, limit_s: float = 60.0) -> dict[str, Any]:
-        """Until everything has ended, blocks that a finished request still holds included."""
+    def run(self, limit_s: float = 60.0, free: bool = True) -> dict[str, Any]:
+        """Until everything has ended, with ``free`` blocks that a finished request still holds included."""
         until = time.monotonic() + limit_s
-        while self._engine.has_unfinished_requests() or self._core.scheduler.has_requests():
+        while self._engine.has_unfinished_requests() or (free and self._core.scheduler.has_requests()):
             self.step()
             if time.monotonic() > until:
                 raise TimeoutError(f"after {limit_s:g} s: {self.memory()} {self._seen}")
