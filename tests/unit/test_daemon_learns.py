@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvd.config import parse, resolve
-from kvd.daemon import Daemon, _save
+from kvd.daemon import Daemon
 from kvd.errors import PeerLost
 from kvd.importance.matrix import ImportanceMatrix
-from kvd.learnt_exchange import LearntExchange
+from kvd.learnt_exchange import LearntExchange, _save
 from kvd.wire.messages import Learnt
 from kvd_client.spec import KVSpec
 
@@ -71,11 +71,12 @@ async def test_a_session_that_ends_meanwhile_does_not_end_the_telling(tmp_path: 
 
 async def test_a_full_disk_shows_in_the_status_until_it_is_written(tmp_path: Path) -> None:
     one = daemon(tmp_path, True)
+    assert one._learnt is not None
     (tmp_path / "file").write_text("no folder")
-    one._troubles["learnt"] = _save([(tmp_path / "file/state", b"x"), (tmp_path / "good", b"y")])
+    one._learnt.trouble = _save([(tmp_path / "file/state", b"x"), (tmp_path / "good", b"y")])
     assert (tmp_path / "good").read_bytes() == b"y"
     (reason,) = one.status().reasons
     assert reason.startswith("what was learnt is not saved and would not outlive a restart: ")
-    one._troubles["learnt"] = _save([(tmp_path / "good", b"z")])
+    one._learnt.trouble = _save([(tmp_path / "good", b"z")])
     assert (one.status().reasons, one.status().health) == ([], "ok")
     one._pool.close()
