@@ -12,10 +12,12 @@ MAX_TEXT = 64 << 20
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> bytes:
-    """A file's bytes, or a pipe's until its end. Raises :class:`InvalidArgument` for more than ``limit`` of them, of
+    """A file's bytes, or a pipe's until its end, which one that nobody has open for writing is at already: to wait for
+    somebody could not be interrupted everywhere. Raises :class:`InvalidArgument` for more than ``limit`` of them, of
     which no more are read: /dev/zero has no end. And what the system says, an :class:`OSError` or :class:`ValueError`.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)
         data = file.read(limit + 1)
     if len(data) > limit:
         name = os.fspath(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ def test_a_file_of_the_limit_is_read_and_one_of_more_is_not(tmp_path: Path) -> N
 def test_line_ends_of_any_system_are_newlines(tmp_path: Path) -> None:
     (file := tmp_path / "file").write_bytes("ä\r\nb\rc\n".encode())
     assert read_text(file) == "ä\nb\nc\n" == file.read_text("utf-8")
+
+
+def test_a_pipe_is_read_to_its_end_and_nobody_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert read_text(pipe) == ""
+    source, sink = os.pipe()
+    os.write(sink, b"a prompt")
+    os.close(sink)
+    assert read_text(f"/dev/fd/{source}") == "a prompt"
+    os.close(source)
+    with pytest.raises(IsADirectoryError):
+        read_text(tmp_path)
 
 
 @pytest.mark.parametrize(
