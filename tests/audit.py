@@ -23,6 +23,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 OURS = {"kvd", "kvd_client", "kvd_kernels"}
 FOLDERS = ("kvd", "kvd_client", "kernels")
+HOSTS = {"vllm"}
+"""Programs that load kvd's client into themselves, and so are not installed for its sake."""
 LICENCES = re.compile(r"apache|bsd|mit\b|isc|psf|python software foundation|mpl|lgpl|zlib|linux-openib", re.IGNORECASE)
 
 
@@ -95,8 +97,8 @@ def problems() -> Iterator[str]:
     for module, files in imported().items():
         name = provider(module)
         if name is None:
-            known = {canonicalize_name(module), *(n.split("-")[0] for n in (*core, *optional))}
-            if not known & {*core, *optional, *(n.split("-")[0] for n in optional)}:
+            known = {*core, *optional, *(n.split("-")[0] for n in optional), *HOSTS}
+            if canonicalize_name(module) not in known:
                 yield f"{module}, imported by {sorted(files)[0]}, is neither installed nor declared"
             continue
         used[name] = files

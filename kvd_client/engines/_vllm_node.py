@@ -97,6 +97,7 @@ class Node:
                 f"the daemon at {self._client.socket_path} has not answered lately; it is asked again in "
                 f"{self._rest_until - now:.1f} s",
                 socket=self._client.socket_path,
+                retry_after_s=round(self._rest_until - now, 3),
             )
         try:
             return do()

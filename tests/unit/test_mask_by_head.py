@@ -126,9 +126,9 @@ def test_held_tokens_are_put_and_marked_for_all_heads() -> None:
     assert mask.shape == (2, 4, 8)
     assert (mask[1, :, :2] == MASK_LOCAL).all()
     assert (mask == MASK_LOCAL).sum() == 8
-    with pytest.raises(InvalidArgument, match=r"\(2, 1\) where 4 heads"):
+    with pytest.raises(InvalidArgument, match=r"\(2, 1\); this part has 4 heads"):
         transfer.put_held(1, 1, 0, entries[:, :1])
-    with pytest.raises(InvalidArgument, match="row 2 of 2"):
+    with pytest.raises(InvalidArgument, match="row 2 does not exist"):
         transfer.mark_held(2, 0, 1)
     transfer.mark_held(1, 0, 3)
     assert all((transfer.mask(layer)[1, :, :3] == MASK_LOCAL).all() for layer in range(3))
