@@ -71,8 +71,10 @@ class Mover:
                     token = moving.offer(move, session)
                     self._submit(move.account(transfer))
                 else:
-                    marked = await moving.push(move, record, session, plans, masks)
-                    self._submit(move.account(transfer))
+                    try:
+                        marked = await moving.push(move, record, session, plans, masks)
+                    finally:  # a sink that has everything may release before its host confirms the last bytes
+                        self._submit(move.account(transfer))
                     self._sent(instruction.nbytes)
                     self._submit(ev.WriteCompleted(transfer, write))
                     if not marked:  # the link is free for the next batch meanwhile

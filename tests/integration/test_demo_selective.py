@@ -126,7 +126,7 @@ STAGES = {
     "while the profile is recorded": "recorded once, prompts: 0 of",
     "in the local run": "the same in one process",
     "between runs": "full, 10 % selected: TTST",
-    "after a restart of the daemons": "partial, 10 % selected: TTST",
+    "after a restart of the daemons": "partial by head, 10 % selected: TTST",
 }
 
 

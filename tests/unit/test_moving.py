@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from kvd.fabric.base import Operation
 from kvd.layout.execute import regroup
 from kvd.memory.pool import Pool
 from kvd.tensors import Route, in_lease, on_device
+from kvd.transfer import events as ev
 from kvd.transfer import instructions as do
 from kvd.transfer import moving
+from kvd.transfer.mover import Mover
 from kvd.transfer.moving import Move
 from kvd.types import Lane, Path
 from kvd.wire.messages import LayerRanges, Notification, TensorsArrived
@@ -260,3 +263,31 @@ async def test_masks_follow_all_bytes_of_a_batch(record: Any, pool: Pool, severa
     wire.operations[-1].done.set_result(None)
     assert await (pushed if several else marked) is (True if several else None)
     staging.release()
+
+
+async def test_what_was_sent_counts_though_the_sink_releases_before_it_is_confirmed(
+    record: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending, events, tasks = asyncio.Event(), [], []
+
+    async def push(move: Move, *_: Any) -> bool:
+        move.requests = 3
+        sending.set()
+        await move.run([Started()])
+        return True
+
+    monkeypatch.setattr(moving, "push", push)
+    record.layout, record.lengths, record.moves, record.holding = LAYOUT, (90,), {}, contextlib.nullcontext
+    record.sink = SimpleNamespace(target=SimpleNamespace(pull=False), layout=LAYOUT, sink=7, grant=b"lease")
+    session: Any = SimpleNamespace()
+    mover = Mover(
+        pool, {3: record}, {1: session}, events.append, lambda coro: tasks.append(asyncio.create_task(coro)), int
+    )
+    mover.write(do.WriteTensors(3, 1, 5, Path.PROACTIVE, tuple(LAYERS), 1))
+    await sending.wait()
+    mover.cancel(3, record)
+    await asyncio.gather(*tasks)
+    (moved,) = [event for event in events if isinstance(event, ev.Moved)]
+    assert (moved.requests, moved.nbytes) == (3, len(regrouped(record)))
+    (completed,) = [event for event in events if isinstance(event, ev.WriteCompleted)]
+    assert isinstance(completed.error, Aborted)
