@@ -247,7 +247,7 @@ class Daemon:
 
     def _serve(self) -> None:
         data, waiting = b"", []
-        with self._listener, self._listener.accept()[0] as connection, contextlib.suppress(ConnectionResetError):
+        with self._listener, self._listener.accept()[0] as connection, contextlib.suppress(ConnectionError):
             while received := connection.recv(1 << 16):
                 data += received
                 while len(data) >= LENGTH.size and len(data) >= LENGTH.size + LENGTH.unpack_from(data)[0]:
