@@ -7,10 +7,9 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvd.layout import named
-from kvd.layout.descriptor import Placed
+from kvd.layout.descriptor import Layout, Placed
 from tests.unit.layout_oracle import layouts
 
 algebra = pytest.importorskip("tensor_layouts", reason="tensor-layouts is not installed")
@@ -42,9 +41,14 @@ def compare(placed: Placed) -> None:
     assert (offset // placed.geometry.codec.item_bytes).tolist() == wanted
 
 
+def is_flat(made: Layout) -> bool:
+    """Whether its pages lie one behind the other: shards of several may have room behind a tensor's last page."""
+    return not made.table and made.placement.channels == 1 and made.placement.shard_pages <= 1
+
+
 @settings(max_examples=15, deadline=None)
-@given(layouts(SIZES, 1, channels=1).filter(lambda made: not made.table and made.placement.channels == 1), st.data())
-def test_any_flat_layout(made, data):
+@given(layouts(SIZES, 1, channels=1).filter(is_flat))
+def test_any_flat_layout(made):
     compare(Placed(made, {axis: (0, size) for axis, size in SIZES.items()}))
 
 
