@@ -22,6 +22,7 @@ import typer
 from kvd.addresses import split_address
 from kvd.cli.status import find_socket
 from kvd.errors import AddressInUse, Busy, ConfigError, DaemonLost, DaemonUnreachable, KvdError
+from kvd.notify import Notifier
 from kvd_client import Client
 from kvd_client.protocol import Status
 
@@ -48,6 +49,7 @@ def metrics(socket: str | None, config: Path | None, *, listen: str | None) -> i
         return 0
     with Client(path, name="kvd metrics") as client, server(listen, client) as found:
         typer.echo(f"metrics at http://{listen}/metrics", err=True)
+        Notifier.from_environment().ready()
         found.serve_forever()
     return 0
 

@@ -34,7 +34,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvd.errors import KvdError
+from kvd.errors import FabricError, KvdError
 from kvd.types import Descriptors, Lane
 
 
@@ -186,9 +186,12 @@ class Endpoint(abc.ABC):
         then ``then``, then ``notify``. What is refused touches no byte of its own part and of those behind it; parts
         before it may be in place. Raises as :meth:`write`, and :class:`~kvd.errors.InvalidArgument` without parts.
 
-        Only where ``capabilities.several_grants`` says so.
+        A fabric with ``capabilities.several_grants`` has it; the others raise :class:`~kvd.errors.FabricError`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no writes into several grants")
+        raise FabricError(
+            f"{type(self).__name__} can't write into several grants as one operation; write into each, and ask "
+            "capabilities.several_grants first"
+        )
 
     @abc.abstractmethod
     def read(self, lane: Lane, region: Region, token: bytes, descriptors: Descriptors) -> Operation:

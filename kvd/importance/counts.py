@@ -70,13 +70,7 @@ class SelectionCounts:
 
     def merge(self, other: SelectionCounts) -> None:
         """Add another's counts; raises :class:`InvalidArgument` where its shape differs."""
-        if other.selected.shape != self.selected.shape:
-            raise InvalidArgument(
-                f"counts of shape {other.selected.shape} can't be added to counts of shape {self.selected.shape}",
-                shape=list(other.selected.shape),
-            )
-        self.selected += other.selected
-        self.chances += other.chances
+        _merge(self, other)
 
     def matrix(self, heads: HeadCounts | None = None) -> ImportanceMatrix:
         """The importance as counted so far, with how ``heads`` differ.
@@ -129,17 +123,21 @@ class HeadCounts:
 
     def merge(self, other: HeadCounts) -> None:
         """Add another's counts; raises :class:`InvalidArgument` where its shape differs."""
-        if other.selected.shape != self.selected.shape:
-            raise InvalidArgument(
-                f"counts of shape {other.selected.shape} can't be added to counts of shape {self.selected.shape}",
-                shape=list(other.selected.shape),
-            )
-        self.selected += other.selected
-        self.chances += other.chances
+        _merge(self, other)
 
     def importance(self) -> HeadImportance:
         """As counted so far; a cell without chances takes the values of the one before."""
         return HeadImportance(_rates(self.selected, np.broadcast_to(self.chances[:, None], self.selected.shape)))
+
+
+def _merge(into: SelectionCounts | HeadCounts, other: SelectionCounts | HeadCounts) -> None:
+    if other.selected.shape != into.selected.shape:
+        raise InvalidArgument(
+            f"counts of shape {other.selected.shape} can't be added to counts of shape {into.selected.shape}",
+            shape=list(other.selected.shape),
+        )
+    into.selected += other.selected
+    into.chances += other.chances
 
 
 def _rates(selected: npt.NDArray[np.float64], chances: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

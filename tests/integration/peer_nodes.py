@@ -117,21 +117,18 @@ class Logged:
         """Those of the lines of this event."""
         return [method for entry, method in zip(self.entries, self._methods, strict=True) if entry["event"] == event]
 
-    async def reason(self, event):
-        """The reason in the first line of this event."""
-        while True:
-            for entry in self.entries:
-                if entry["event"] == event:
-                    return entry["reason"]
+    async def lines(self, event, count=1, **fields):
+        """The first ``count`` entries of this event with these fields, as soon as there are so many."""
+        wanted = {"event": event, **fields}.items()
+        while len(found := [entry for entry in self.entries if wanted <= entry.items()]) < count:
             self._more.clear()
             await self._more.wait()
+        return found[:count]
 
-
-async def connected(node, peer):
-    """The node's live session with ``peer``, as soon as there is one, whoever dials it."""
-    while not (live := [session for session in node.peers.sessions() if session.node == peer]):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    return live[0]
+    async def reason(self, event):
+        """The reason in the first line of this event."""
+        (line,) = await self.lines(event)
+        return line["reason"]
 
 
 async def pair(start, **config):

@@ -27,7 +27,6 @@ from tests.integration.peer_nodes import (
     Node,
     Puppet,
     both_loops,
-    connected,
     free_port,
     lost,
     pair,
@@ -153,7 +152,7 @@ async def test_closing_ends_all_sessions_and_leaves_nothing_open(start):
 
 
 @both_loops
-async def test_a_peer_that_is_back_is_connected_again_though_nobody_asks(start):
+async def test_a_peer_that_is_back_is_connected_again_though_nobody_asks(start, logged):
     """Whoever dialled dials again; the other one waits for that."""
     a, b, at_a, _ = await pair(start, redial_s=0.01)
     listen = b.address
@@ -163,8 +162,7 @@ async def test_a_peer_that_is_back_is_connected_again_though_nobody_asks(start):
     assert (status.node, status.state == "connected") == ("b", False)
     assert status.error
     again = await start("b", listen=listen, redial_s=0.01)
-    session = await asyncio.wait_for(connected(a, "b"), 20)
-    assert session.boot == again.peers.boot
+    await logged.lines("peer connected", peer="b", boot=again.peers.boot)
     (status,) = a.peers.statuses()
     assert (status.state, status.error, status.down_s) == ("connected", "", 0.0)
 
@@ -195,9 +193,8 @@ async def test_attempts_that_nobody_asked_for_get_rarer_and_say_a_thing_once(sta
     a = await start("a", peers={"b": address}, listen="", redial_s=0.001)
     with pytest.raises(PeerUnreachable):
         await a.peers.session("b")
-    while not a.peers.statuses()[0].error.endswith("(6 attempts)"):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    lines = [line for line in logged.entries if line["event"] == "no session with peer"]
+    lines = await logged.lines("no session with peer", 6)
+    assert a.peers.statuses()[0].error.endswith("(6 attempts)")
     assert [line["attempts"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["reason"] for line in lines] == [lines[0]["reason"]] * 6
     assert logged.levels("no session with peer") == ["warning"] + ["debug"] * 5

@@ -61,16 +61,9 @@ print(pid)
 """
 
 SCRAPE = """
-import time, urllib.error, urllib.request
+import urllib.request
 
-while True:  # until it listens
-    try:
-        print(urllib.request.urlopen("http://127.0.0.1:9745/metrics", timeout=50).read().decode())
-        break
-    except urllib.error.URLError as error:
-        if not isinstance(error.reason, ConnectionRefusedError):
-            raise
-        time.sleep(0.05)
+print(urllib.request.urlopen("http://127.0.0.1:9745/metrics", timeout=50).read().decode())
 """
 
 TAKE_PORT = """
