@@ -21,6 +21,7 @@ from kvd_client.errors import Busy, PermissionDenied
 from kvd_client.framing import encode
 from kvd_client.protocol import PROTOCOL_VERSION, Hello, Welcome
 from tests.integration.api_harness import WAIT_S, Raw, ServerThread
+from tests.integration.children import in_child
 
 SPEC = KVSpec(layers=1, kv_heads=1, entry_bytes=64, dtype="float32", model="test")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
@@ -38,25 +39,14 @@ def server(tmp_path):
 
 def as_user(name: str, group: int, path: str, groups: tuple[int, ...] = ()) -> str:
     """What a status request answers in a process of that user. Forked, since other users may not reach this Python."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        answer = "the child broke"
-        try:
-            os.setgroups(groups)
-            os.setgid(group)
-            os.setuid(pwd.getpwnam(name).pw_uid)
-            answer = f"ok {Client(path).status().node}"
-        except BaseException as error:
-            answer = str(error)
-        finally:
-            os.write(write, answer.encode())
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    return answer
+
+    def ask() -> str:
+        os.setgroups(groups)
+        os.setgid(group)
+        os.setuid(pwd.getpwnam(name).pw_uid)
+        return f"ok {Client(path).status().node}"
+
+    return in_child(ask)
 
 
 @pytest.fixture
@@ -81,7 +71,7 @@ def test_only_the_group_is_served(public):
         # Whoever opens the socket to everybody opens it to the group only.
         os.chmod(public, 0o666)
         answer = as_user("nobody", nobody, public)
-        assert answer.startswith("PERMISSION_DENIED: user nobody is not in the group daemon")
+        assert answer.startswith("PermissionDenied: PERMISSION_DENIED: user nobody is not in the group daemon")
         while (closed := server.log.wait("client closed"))["level"] != "warning":
             continue
         assert closed["reason"].startswith("PERMISSION_DENIED")

@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from kvd_client import Client
 from tests.integration.api_entries import SPEC
 from tests.integration.api_harness import WAIT_S
-from tests.integration.children import kill, process
-
-
-def in_child(do) -> str:
-    """What ``do`` returns or raises in a forked child."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = str(do())
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(write, answer.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    return answer
+from tests.integration.children import in_child, kill, process
 
 
 def test_a_forked_child_gets_an_error_and_the_parent_goes_on(server):
